@@ -37,8 +37,13 @@ ORDERS = {
 """Rows that begin together and wait for nothing end by length; the clock has tools, queues and refilled slots in it."""
 
 
+def training_steps(run: Path) -> list[int]:
+    """Those with trajectories on disk; an evaluation has the number of the step that it follows."""
+    return [step for _, kind, step in trace_files(run) if kind == "step"]
+
+
 def steps_of(run: Path) -> Iterator[list[Group]]:
-    for _, _, step in trace_files(run / "trajectories"):
+    for step in training_steps(run):
         yield groups_of(read_trace(run, step))
 
 
@@ -103,7 +108,7 @@ def early_exit(groups: Sequence[Group], order: str, keep: int, selector: Selecto
 def partial_rows(run: Path) -> dict:
     """How much of what a run with partial rows trained on is older than its step, and how long it is."""
     fresh, old, tokens, older = [], [], 0, 0
-    for _, _, step in trace_files(run / "trajectories"):
+    for step in training_steps(run):
         for record in read_trace(run, step):
             if record.advantages is None:
                 continue

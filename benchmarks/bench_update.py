@@ -1,8 +1,9 @@
 """How fast is an optimizer step, and what does each of its parts buy?
 
 The ceiling is the rate of a large matrix product in the same dtype, measured in the same process. Useful work is
-6 FLOPs per parameter of a matrix product and token, plus attention over the pairs that trajectories really have;
-recomputation and padding do not count. Variants run in alternation, so that the ratios survive a busy machine.
+6 FLOPs per parameter of a matrix product and token (4 where the matrix is frozen), plus attention over the pairs that
+trajectories really have; recomputation and padding do not count. Variants run in alternation, so that the ratios
+survive a busy machine.
 
     python benchmarks/bench_update.py                              # two CPU cores, about two minutes
     python benchmarks/bench_update.py --shape qwen3-4b --rows 8    # one large accelerator
@@ -36,6 +37,7 @@ from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_scor
 from grpo_roc_jax.method.divergence import K3
 from grpo_roc_jax.method.surrogate import Clip, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.lora import AllWeights, Lora, init_adapter
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params
 from grpo_roc_jax.types import TrainRow
@@ -64,7 +66,7 @@ SHAPES: dict[str, tuple[ModelConfig, int, int, int, int]] = {
 OPTIM = OptimConfig(lr=1e-6, moment_dtype="bfloat16")
 
 
-CLIP = Clip()
+CLIP, ALL_WEIGHTS = Clip(), AllWeights()
 BETA = 0.04
 """Weight of the KL term of the steps that are compared with the peer's; its default."""
 
@@ -91,13 +93,17 @@ def rows_of(lengths: np.ndarray, vocab: int) -> list[TrainRow]:
     ]
 
 
-def useful_flops(model: ModelConfig, lengths: np.ndarray) -> float:
-    """Forward and backward: three times the forward."""
+def useful_flops(model: ModelConfig, lengths: np.ndarray, lora: Lora = ALL_WEIGHTS) -> float:
+    """Forward and backward: three times the forward; twice for frozen matrices, which have no gradient."""
     params = jax.eval_shape(lambda key: init_params(key, model), jax.random.key(0))
     matrices = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim > 2)
     matrices += model.vocab_size * model.d_model
+    work = 6.0 * matrices
+    if lora.rank:
+        adapter = jax.eval_shape(lambda key: init_adapter(key, lora, model), jax.random.key(0))
+        work = 4.0 * matrices + 6.0 * sum(leaf.size for leaf in jax.tree.leaves(adapter))
     pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
-    return 6.0 * matrices * lengths.sum() + 12.0 * model.layers * model.heads * model.head_dim * pairs
+    return work * lengths.sum() + 12.0 * model.layers * model.heads * model.head_dim * pairs
 
 
 def matmul_peak(dtype: jnp.dtype) -> float:

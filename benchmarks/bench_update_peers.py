@@ -261,7 +261,8 @@ def main() -> None:
             # The first step after another variant gets memory from the system anew, which no training does.
             del variant.seconds[-1 - STEPS], variant.cpu_s[-1 - STEPS]
     tokens, peak = sum(lengths), matmul_peak(jnp.float32)
-    best, ours = useful_flops(model, np.asarray(lengths)) / peak, variants["ours"]
+    lora = LORA if arguments.case == "low_rank" else AllWeights()
+    best, ours = useful_flops(model, np.asarray(lengths), lora) / peak, variants["ours"]
     report = {}
     for name, variant in variants.items():
         wall, cpu = (statistics.median(times[1:]) for times in (variant.seconds, variant.cpu_s))

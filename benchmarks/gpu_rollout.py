@@ -432,6 +432,11 @@ def main() -> None:
         return
     report: dict = {}
 
+    def save() -> None:
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
     def add(part: str, rows: Callable[[], object]) -> None:
         """Takes a part's rows as they come; a part that fails leaves its error and the other parts."""
         report[part] = []
@@ -439,12 +444,12 @@ def main() -> None:
             for row in rows():
                 report[part].append(row)
                 print(json.dumps({"part": part, **row}), flush=True)
-                if arguments.out:
-                    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+                save()
         except Exception as error:  # whatever it is: device time is short and the other parts still count
             report[part].append({"failed": f"{type(error).__name__}: {str(error)[:500]}"})
             print(json.dumps({"part": part, **report[part][-1]}), flush=True)
+        finally:
+            save()
 
     if "transformers" in arguments.parts:
         add("transformers", lambda: torch_process(arguments))
@@ -458,6 +463,7 @@ def main() -> None:
         add("decode", lambda: decode(models, sizes, arguments.toy, bandwidth))
     if "multi_turn" in arguments.parts:
         add("multi_turn", lambda: (multi_turn(name, sizes, arguments.toy) for name in arguments.turn_models))
+    save()
     sys.exit(any("failed" in row for part in report.values() if isinstance(part, list) for row in part))
 
 

@@ -16,6 +16,7 @@ import argparse
 import gzip
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -177,7 +178,8 @@ def raw_row(job: Job, stopped: str = "") -> dict[str, Any]:
 
 
 def rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+    """The value with six digits; None for a step that has none."""
+    return None if value is None or math.isnan(value) else float(f"{value:.6g}")
 
 
 def read_rows(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -254,8 +256,11 @@ def total(run: RunData, axis: str) -> float:
     return float(np.cumsum([0.0, *(row.get(USED[axis], 0.0) for row in run.rows)])[-1])
 
 
-def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> str:
-    """The table of a world over the seeds that every arm has finished, and the differences to the first arm."""
+def report(
+    study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str, whole: Study | None = None
+) -> str:
+    """The table of a world over the seeds that every arm has finished, and the differences to the first arm. `whole` is
+    the study with all of its arms and seeds, where `study` has a part of them."""
     seeds = [s for s in study.seed_numbers if all((world, arm, s) in rows for arm in study.arms)]
     if not seeds:
         return f"{world}: no seed is finished in every arm"
@@ -277,11 +282,14 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     ]
     others = [arm for arm in study.arms if arm != first]
     lines += table(["arm", *titles], [[arm, *map(difference, (values[arm] - values[first]).T)] for arm in others])
-    return "\n".join([*lines, "", *verdicts(study, rows, world), *remarks(study, rows, world)])
+    return "\n".join([*lines, "", *verdicts(study, rows, world, whole or study), *remarks(study, rows, world)])
 
 
 def gains(claim: Claim, study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> np.ndarray:
-    """For each seed that all arms have finished, how far the claim holds: above 0 it does."""
+    """For each seed that all arms have finished, how far the claim holds: above 0 it does. Empty if the study has not
+    both arms of the claim."""
+    if not {claim.arm, claim.other} <= set(study.arms):
+        return np.array([])
     title, _, number = claim.measure.partition("#")
     column = [i for i, (name, _, _) in enumerate(study.measures) if name == title][int(number or 1) - 1]
     arms = (claim.arm, claim.other)
@@ -305,26 +313,26 @@ def verdict(values: np.ndarray, corrected: float) -> str:
     return f"undecided{few}"
 
 
-def verdicts(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> list[str]:
-    """A table of the claims of a study in one world. The correction is over all of them in all worlds that ran."""
-    worlds = [name for name in study.worlds if any(key[0] == name for key in rows)]
-    known = [claim for claim in study.claims if {claim.arm, claim.other} <= set(study.arms)]
-    pairs = [(claim, name, gains(claim, study, rows, name)) for claim in known for name in worlds]
-    pairs = [pair for pair in pairs if len(pair[2]) > 1]
-    if not pairs:
+def verdicts(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str, whole: Study) -> list[str]:
+    """A table of the claims of a study in one world. The correction is over all claims of the whole study in all of its
+    worlds, so that no choice of arms, worlds or seeds makes it smaller; those that were not measured have p = 1."""
+    shown = {claim: gains(claim, study, rows, world) for claim in study.claims}
+    shown = {(claim, world): values for claim, values in shown.items() if len(values) > 1}
+    pairs = [(claim, name) for name in whole.worlds for claim in whole.claims]
+    values = [shown[pair] if pair in shown else gains(pair[0], whole, rows, pair[1]) for pair in pairs]
+    ps = [sign_flip(some) if len(some) > 1 else 1.0 for some in values]
+    cells = [
+        [claim.text, difference(some), f"{p:.3f}", f"{q:.3f}", verdict(some, q)]
+        for (claim, name), some, p, q in zip(pairs, values, ps, holm(ps), strict=True)
+        if (claim, name) in shown
+    ]
+    if not cells:
         return []
-    ps = [sign_flip(values) for _, _, values in pairs]
-    corrected = holm(ps)
     lines = [
         "",
         f"Claims: gain paired by seed [95% interval], exact p over signs, the same corrected for the {len(pairs)} "
         "claims of the study (Holm), verdict. Above 0 the claim holds.",
         "",
-    ]
-    cells = [
-        [claim.text, difference(values), f"{p:.3f}", f"{q:.3f}", verdict(values, q)]
-        for (claim, name, values), p, q in zip(pairs, ps, corrected, strict=True)
-        if name == world
     ]
     return [*lines, *table(["claim", "gain", "p", "corrected", "verdict"], cells), ""]
 
@@ -435,8 +443,7 @@ def shares_range(runs: Sequence[RunData], x: str) -> bool:
 
 
 def chosen(study: Study, arguments: argparse.Namespace) -> tuple[Study, list[str]]:
-    """The study with the arms and seeds of the command line, and the names of its worlds. Other worlds stay in the
-    study, since its claims are corrected over all of them.
+    """The study with the arms and seeds of the command line, and the names of the worlds there.
 
     Raises:
         SystemExit: An arm or world does not exist.
@@ -477,7 +484,8 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results"), help="folder of raw rows and figures")
     parser.add_argument("--report", action="store_true", help="only show the table and draw the figures")
     arguments = parser.parse_args(argv)
-    study, worlds = chosen(study or STUDIES[arguments.name], arguments)
+    whole = study or STUDIES[arguments.name]
+    study, worlds = chosen(whole, arguments)
     path = Path(arguments.out) / f"study_{arguments.name}.jsonl.gz"
     rows, jobs = read_rows(path), jobs_of(study, Path(arguments.folder).resolve(), tiny=arguments.tiny)
     jobs = [job for job in jobs if job.world in worlds]
@@ -497,7 +505,7 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
                 save(path, rows)
     print(f"\n{study.question}\n")
     for world in worlds:
-        text = report(study, rows, world)
+        text = report(study, rows, world, whole)
         print(text, end="\n\n")
         if any(key[0] == world for key in rows):
             named = path.with_name(f"study_{arguments.name}_{world}.md")

@@ -18,6 +18,7 @@ import docstring_parser
 
 import grpo_roc_jax
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.hints.other_names import METHOD, OTHER_NAMES
 from grpo_roc_jax.planner.estimate import estimate
 from grpo_roc_jax.planner.plan import Deployment, deployment_of
 from grpo_roc_jax.planner.roofline import step_times
@@ -26,7 +27,6 @@ from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.helping import axis_of, section_of
 from grpo_roc_jax.settings.layers import is_section
 from grpo_roc_jax.settings.options import as_text, default_of, described, fields_of, type_of
-from grpo_roc_jax.settings.other_names import METHOD, OTHER_NAMES
 
 DOCS = Path(__file__).resolve().parent
 Seen = dict[type, str]
@@ -127,7 +127,7 @@ together.
 
 Runs programs in isolated processes. `Executor(settings)` takes an `ExecutorSettings`: the limits of a program, how many
 processes run, and which libraries are loaded ahead. `run` takes a list of `Program`s, each a name and its source as
-text, and returns a `ProgramResult` for each, in order. [The sandbox](sandbox.md) says what else it does.
+text, and returns a `ToolResult` for each, in order. [The sandbox](sandbox.md) says what else it does.
 
 ```python run
 from grpo_roc_jax.sandbox import Executor, ExecutorSettings, Program, ProgramLimits

@@ -6,8 +6,9 @@ and a tokenizer of their words.
 It reads GSM8K (`.jsonl`), SVAMP (`.json`: `Body`, `Question`, `Equation`, `Answer`) and the tables of MAWPS and ASDiv-A
 in SVAMP's repository (`.csv`, with `number0` in place of the numbers). SVAMP is under the MIT license, ASDiv under
 CC BY-NC 4.0; no problem ships with the library. One text in ten of the training files is held out. Its hash decides,
-numbers left out, so variants of one problem stay on one side. `--copies` repeats the problems of tables with other
-numbers of as many digits. `--most_steps 2` leaves out problems of GSM8K with more annotated steps.
+numbers left out, so variants of one problem stay on one side. Questions of the test files do not train. `--copies`
+repeats the problems of tables with other numbers of as many digits. `--most_steps 2` leaves out problems of GSM8K with
+more annotated steps.
 
 The folder then holds `train.jsonl`, `heldout.jsonl`, one file for each test file, `traces.jsonl` and, unless
 `--vocab_size` is 0, `words.model`.
@@ -17,11 +18,15 @@ import argparse
 import csv
 import hashlib
 import json
+import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +34,7 @@ from examples.train_toy_tokenizer import train
 from grpo_roc_jax.data import gsm8k_traces
 from grpo_roc_jax.data.problems import read_rows
 
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
+NUMBER = re.compile(r"\d+(?:,\d+)*(?:\.\d+)?")
 PLACE = re.compile(r"number(\d+)")
 HELD_OUT_SHARE = 10
 VOCAB_SIZE = 1600
@@ -54,26 +59,47 @@ class WordProblem:
 
 
 def infix(words: Iterator[str]) -> str:
-    """The expression of prefix notation, such as `- 9 * 2 3`, in brackets."""
-    word = next(words)
+    """The expression of prefix notation, such as `- 9 * 2 3`, in brackets.
+
+    Raises:
+        ValueError: It ends before its last operand.
+    """
+    word = next(words, "")
+    if not word:
+        raise ValueError("the equation lacks an operand")
     return f"({infix(words)}{word}{infix(words)})" if word in "+-*/" else word
 
 
 def plain(value: str | float) -> str:
-    """A number without `.0`."""
-    return f"{float(value):.10g}"
+    """A number in digits, without `.0`: a whole one exactly, another with ten digits, a large one with 15.
+
+    Raises:
+        ValueError: The text is no finite number.
+    """
+    text = value.replace(",", "") if isinstance(value, str) else str(value)
+    rounded = float(text)
+    if not math.isfinite(rounded):
+        raise ValueError(f"{text} is no finite number")
+    number = Decimal(text)
+    if number == int(number):
+        return str(int(number))
+    return f"{Decimal(f'{rounded:.{10 if abs(rounded) < 1e6 else 15}g}'):f}"
 
 
 def bare(expression: str) -> str:
-    """The expression without spaces, `.0` and the outermost brackets, which enclose all of it in these sets."""
+    """The expression without spaces, `.0` and brackets that enclose all of it."""
     text = NUMBER.sub(lambda match: plain(match[0]), expression.replace(" ", ""))
-    return text[1:-1] if text.startswith("(") else text
+    depths = list(accumulate((character == "(") - (character == ")") for character in text))
+    closed_at = depths.index(0) if 0 in depths else -1
+    return text[1:-1] if text.startswith("(") and closed_at == len(text) - 1 else text
 
 
-def table_problem(row: dict[str, str], numbers: Sequence[str]) -> WordProblem | None:
+def table_problem(row: Mapping[str, str], numbers: Sequence[str]) -> WordProblem | None:
     """The problem of a row of a table with these numbers; None if they give no answer of 0 or more."""
 
     def filled(text: str) -> str:
+        if missing := [match[0] for match in PLACE.finditer(text) if int(match[1]) >= len(numbers)]:
+            raise ValueError(f"{missing[0]} has no number among the {len(numbers)} of its row")
         return PLACE.sub(lambda match: plain(numbers[int(match[1])]), text)
 
     expression = bare(infix(iter(filled(row["Equation"]).split())))
@@ -81,7 +107,7 @@ def table_problem(row: dict[str, str], numbers: Sequence[str]) -> WordProblem | 
         return None
     try:
         value = eval(expression, {"__builtins__": {}})  # arithmetic, as `to_expression` has checked
-    except ZeroDivisionError:
+    except ArithmeticError:  # a division by zero, or too large
         return None
     return WordProblem(filled(row["Question"]).strip(), expression, plain(value)) if value >= 0 else None
 
@@ -89,36 +115,64 @@ def table_problem(row: dict[str, str], numbers: Sequence[str]) -> WordProblem | 
 def redrawn(number: str, rng: np.random.Generator) -> str:
     """Another number with as many digits; fractions stay."""
     low = 10 ** (len(plain(number)) - 1)
-    return str(rng.integers(max(low, 2), 10 * low)) if plain(number).isdigit() else number
+    drawable = plain(number).isdigit() and low < 10**18
+    return str(rng.integers(max(low, 2), 10 * low)) if drawable else number
 
 
 def read_problems(path: Path, copies: int = 0, most_steps: int = 0) -> Iterator[tuple[str, WordProblem]]:
     """(text without numbers, problem) of a file; copies with other numbers only if their answer is whole.
 
     Args:
+        path: The file; its suffix tells its form.
+        copies: Further copies of a table's problem.
         most_steps: Most annotated steps of a problem in GSM8K's form; 0 for any number.
+
+    Raises:
+        ValueError: A row has another form; the message names it.
     """
+    for number, row in _rows(path):
+        try:
+            if path.suffix == ".csv":
+                pairs = _table_pairs(row, number, copies)
+            elif path.suffix == ".json":
+                pairs = [_svamp_pair(row)]
+            elif most_steps and row["answer"].count("<<") > most_steps:
+                pairs = []
+            else:
+                pairs = [(NUMBER.sub("", row["question"]), _AsItIs(row["question"], "", row["answer"]))]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = f"no column {error}" if isinstance(error, KeyError) else row if isinstance(row, str) else error
+            raise ValueError(f"{path}, row {number}: {reason}") from error
+        yield from pairs
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number from 1, row) of a file."""
     if path.suffix == ".csv":
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for index, row in enumerate(csv.DictReader(file)):
-                numbers, rng = row["Numbers"].split(), np.random.default_rng([0, index])
-                first = table_problem(row, numbers)
-                if first is None or abs(float(first.answer) - float(row["Answer"])) > 0.01:
-                    continue  # the equation is not the answer's: ten rows of 3,138
-                drawn = [table_problem(row, [redrawn(number, rng) for number in numbers]) for _ in range(copies)]
-                for problem in (first, *(variant for variant in drawn if variant and variant.answer.isdigit())):
-                    yield PLACE.sub("", row["Question"]), problem
+            yield from enumerate(csv.DictReader(file), 1)
     elif path.suffix == ".json":
-        for row in json.loads(path.read_text(encoding="utf-8-sig")):
-            body = row["Body"].strip()
-            question = f"{body}{'' if body.endswith(('.', '?', '!', ',')) else ','} {row['Question'].strip()}"
-            problem = WordProblem(question, bare(row["Equation"]), plain(row["Answer"]))
-            yield NUMBER.sub("", question), problem
+        yield from enumerate(json.loads(path.read_text(encoding="utf-8-sig")), 1)
     else:
-        for _, row in read_rows(path):
-            if most_steps and row["answer"].count("<<") > most_steps:
-                continue
-            yield NUMBER.sub("", row["question"]), _AsItIs(row["question"], "", row["answer"])
+        yield from read_rows(path)
+
+
+def _table_pairs(row: Mapping[str, str], number: int, copies: int) -> list[tuple[str, WordProblem]]:
+    """(text without numbers, problem) of a row of a table and of its copies."""
+    numbers, rng = row["Numbers"].split(), np.random.default_rng([0, number - 1])
+    first = table_problem(row, numbers)
+    if first is None or abs(float(first.answer) - float(row["Answer"])) > 0.01:
+        return []  # the equation is not the answer's: ten rows of 3,138
+    drawn = [table_problem(row, [redrawn(number, rng) for number in numbers]) for _ in range(copies)]
+    problems = (first, *(variant for variant in drawn if variant and variant.answer.isdigit()))
+    return [(PLACE.sub("", row["Question"]), problem) for problem in problems]
+
+
+def _svamp_pair(row: Mapping[str, Any]) -> tuple[str, WordProblem]:
+    """(text without numbers, problem) of a row of SVAMP."""
+    body = row["Body"].strip()
+    question = f"{body}{'' if body.endswith(('.', '?', '!', ',')) else ','} {row['Question'].strip()}"
+    return NUMBER.sub("", question), WordProblem(question, bare(row["Equation"]), plain(row["Answer"]))
 
 
 class _AsItIs(WordProblem):
@@ -132,6 +186,11 @@ class _AsItIs(WordProblem):
 def is_held_out(text: str) -> bool:
     words = " ".join(text.lower().split())
     return hashlib.blake2b(words.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def letters(question: str) -> str:
+    """What equal questions have in common, however they are spaced."""
+    return "".join(question.lower().split())
 
 
 def write_rows(path: Path, problems: Sequence[WordProblem]) -> None:
@@ -170,10 +229,14 @@ def build(options: argparse.Namespace) -> int:
     except (ValueError, OSError, KeyError) as error:
         print(f"no problems can be read: {error}", file=sys.stderr)
         return 2
-    known = [problem for text, problem in pairs if not is_held_out(text)]
+    asked = {letters(problem.question) for problems in tests.values() for problem in problems}
+    trainable = [problem for text, problem in pairs if not is_held_out(text)]
+    known = [problem for problem in trainable if letters(problem.question) not in asked]
     if not known:
         print("the training files hold no problem to train on", file=sys.stderr)
         return 2
+    if tested := {problem.question for problem in trainable} - {problem.question for problem in known}:
+        print(f"{len(tested)} problems of the training files are also in the test files; they do not train")
     out.mkdir(parents=True, exist_ok=True)
     write_rows(files["train"], known)
     write_rows(files["heldout"], [problem for text, problem in originals if is_held_out(text)])

@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = 1
         try:
             status = main(sys.argv[1:])
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            status = 130
         finally:
             from grpo_roc_jax.process.leaving import bound_exit
 
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        from grpo_roc_jax.settings.other_names import COMMAND_NAMES, close_to
+        from grpo_roc_jax.hints.other_names import COMMAND_NAMES, close_to
 
         near = COMMAND_NAMES.get(name.replace("-", "_")) or close_to(name, COMMANDS)
         hint = f"did you mean {near!r}? " if near else ""

@@ -1,8 +1,10 @@
 """The configuration of a run: one frozen section per stage, assembled here, with the checks between sections."""
 
 import importlib
+import os
 from collections.abc import Container, Mapping
 from dataclasses import field, replace
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import grpo_roc_jax.method.distillation
@@ -33,13 +35,14 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.settings.cli import CONTRIB_METHODS, ConfigError, build, load_config
-from grpo_roc_jax.settings.layers import KeyPath, Layer
+from grpo_roc_jax.settings.layers import KeyPath, Layer, opened
 from grpo_roc_jax.settings.options import (
     AtLeast1,
     Count,
     NotNegative,
     Positive,
     PositiveShare,
+    Seed,
     Share,
     as_mapping,
     settings,
@@ -124,8 +127,8 @@ class LimitsConfig:
     skipped_updates: AtLeast1 = 5
     """Steps in a row whose update was not finite and therefore skipped (status 4: diverged)."""
     infrastructure_share: PositiveShare = 0.25
-    """Share of a step's trajectories lost to infrastructure failures, or not scored by a reward function, that counts
-    as a failing step."""
+    """A step is a failing one if it loses a larger share of its trajectories to infrastructure failures, or to reward
+    functions that do not score; with 1, if it loses all."""
     infrastructure_steps: AtLeast1 = 3
     """Failing steps in a row (status 5: infrastructure)."""
 
@@ -172,6 +175,10 @@ class WatchConfig:
     """Address that is polled every 5 s for a notice of preemption, which saves the state and ends the run; empty polls
     nothing. Google's is http://169.254.169.254/computeMetadata/v1/instance/preempted."""
 
+    def __post_init__(self) -> None:
+        if self.notice_url and not self.notice_url.startswith(("http://", "https://")):
+            raise ValueError("watch.notice_url must begin with http:// or https://; write the whole address")
+
 
 @settings
 class Config:
@@ -216,7 +223,7 @@ class Config:
     resume: Literal["never", "auto"] = "never"
     """`auto` continues from the newest valid checkpoint of the run directory and starts fresh where there is none, so
     that the first launch and every relaunch are the same command."""
-    seed: int = 0
+    seed: Seed = 0
     """Everything random derives from it: parameters, data order, sampling, selection, tools."""
     steps: Count = 30
     """Training steps (rollout, selection, update); 0 runs the supervised stage and the evaluation only."""
@@ -329,6 +336,11 @@ def check_environment(config: Config) -> None:
             )
         if limit.seconds:
             raise ValueError("rollout.step_limit with environment agent; set environment.timeout_s instead")
+        if parts := [part.prefix for part in method_parts(config) if part.other_prompts]:
+            raise ValueError(
+                f"{parts[0]} with environment agent: it puts responses under prompts made from the problem, and the "
+                "prompts of an agent are its own; leave one of them out"
+            )
 
 
 def check_sampler(config: Config) -> None:
@@ -346,8 +358,8 @@ def check_sampler(config: Config) -> None:
     ):
         if used and not (corrected and config.surrogate.scored_ratio):
             raise ValueError(
-                f"{cause}; add truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the "
-                f"defaults here), or {remedy}"
+                f"{cause}; add truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored "
+                f"(outside stages both are the defaults here), or {remedy}"
             )
     if config.lora.rank and config.rollout.weight_dtype != "full":
         raise ValueError(
@@ -401,8 +413,14 @@ def stage_config(config: Config, index: int, places: Mapping[KeyPath, str]) -> C
         staged = build(Config, [Layer(label, stage.set, where_written)], replace(config, stages=None))
     except ConfigError as error:
         raise ConfigError(f"{label}: {error}") from error
-    if any(condition.kind == "plateau" for condition in stage.until) and not staged.eval.every:
-        raise ConfigError(f"{label}: until plateau with eval.every = 0 would never end it; set eval.every")
+    if "files" in opened(stage.set.get("method", {})):
+        raise ConfigError(f"{label}: method.files are read once, when the run starts; set them outside")
+    every, problems = staged.eval.every, staged.data.eval_problems
+    if "plateau" in {condition.kind for condition in stage.until} and not (0 < every < stage.steps and problems):
+        raise ConfigError(
+            f"{label}: until plateau with eval.every = {every} and data.eval_problems = {problems} would never end it; "
+            f"set eval.every to a number below its {stage.steps} steps, and evaluate on some problems"
+        )
     endless = [] if staged.data.world_problems else [s for s in staged.data.sources if generator_of(s)]
     if stage.choose and endless:
         raise ConfigError(f"{label}: choose with {endless[0]}, which has no end; set data.world_problems")
@@ -419,15 +437,26 @@ def state_of(config: Config) -> tuple[str, bool, bool]:
     return config.optim.moment_dtype, config.optim.max_grad_norm > 0, needs_reference(config)
 
 
-def read_config(*words: str) -> Config:
-    """The configuration for `words` as on the command line: YAML files, then `--section.field=value`.
+def read_config(*words: str | os.PathLike[str] | float) -> Config:
+    """The configuration for `words` (texts, paths, numbers): YAML files, then `--section.field=value` settings.
 
         read_config("toy.yaml", "--steps=5", "--advantage=pass_at_k")
 
     Raises:
         ConfigError: A file or setting is not valid; the message says what to change.
+        TypeError: A word is of another type, such as a list.
     """
-    return load_config(Config, words, prog="read_config", default_file=DEFAULT_CONFIG)
+    return load_config(Config, list(map(as_word, words)), prog="read_config", default_file=DEFAULT_CONFIG)
+
+
+def as_word(word: Any) -> str:
+    """A word of a command line."""
+    if isinstance(word, str | os.PathLike):
+        return os.fspath(word)
+    if isinstance(word, Real):
+        return str(word).lower()
+    got = f"{word!r:.80} ({type(word).__name__})"
+    raise TypeError(f"read_config got {got}; must be words, as in read_config('toy.yaml', '--steps=5'), or *words")
 
 
 def check_method(config: Config) -> None:

@@ -54,12 +54,12 @@ from grpo_roc_jax.run.policy import PolicyModel, memory_lines
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler, StepSamples, check_accounts, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
-from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
+from grpo_roc_jax.run.stages import OTHER_DATA, enter_stage, first_stage, next_claim, observe, stage_over, steps_left
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
 from grpo_roc_jax.run.statistics import why_nothing_kept
 from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_summary
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, GapCheck, Stopped, Watch
-from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.callables import check_functions, given
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.secrets import hidden
@@ -99,6 +99,7 @@ def train(
             `environment`.
 
     Raises:
+        TypeError: An argument is of another type.
         ConfigError: The configuration cannot run; raised before anything is compiled.
         Stopped: No learning signal, divergence, failing infrastructure for longer than `limits` allow, or a state that
             could not be saved.
@@ -109,6 +110,7 @@ def train(
         SamplerFailed: A sampler of `rollout.samplers` raised an exception, or none of them starts.
     """
     started = time.perf_counter()
+    check_arguments(config, functions, tools, environment)
     config, functions = with_environment(config, environment, functions)
     with injected(), given(functions), claimed(config, force) as claim:
         if claim.start.kind == "finished":
@@ -117,6 +119,30 @@ def train(
         while stage is not None:
             stage, compiled, summary = train_stage(stage, tools, started, compiled)
         return summary
+
+
+def check_arguments(config: Any, functions: Any, tools: Any, environment: Any) -> None:
+    """Refuses arguments of other types than `train` takes.
+
+    Raises:
+        TypeError: The message says what to pass instead.
+    """
+
+    def refused(name: str, value: Any, must: str) -> TypeError:
+        return TypeError(f"{name} is {value!r:.80} ({type(value).__name__}); must be {must}")
+
+    if not isinstance(config, Config):
+        raise refused("config", config, "a Config, such as read_config('toy.yaml', '--steps=5')")
+    check_functions(functions)
+    if not isinstance(tools, Registry | None):
+        raise refused("tools", tools, "a Registry with your functions: tools = Registry(), then tools.add(function)")
+    classes = environment.values() if isinstance(environment, Mapping) else [environment]
+    for cls in () if environment is None else classes:
+        if not (callable(cls) and hasattr(cls, "__qualname__")):
+            must = "a class, not an object of it, or a mapping from names to classes"
+            if isinstance(cls, str):
+                must += "; a path is a setting: read_config(..., '--environment=FILE.py:CLASS')"
+            raise refused("environment", cls, must)
 
 
 def train_stage(
@@ -206,7 +232,7 @@ def open_loop(session: TrainingSession, run: RunState) -> Iterator[Loop]:
     state after the last step if that is not saved yet."""
     config, checkpointer = session.config, session.checkpointer
     policy, sampling, sampler = session.policy, session.sampling, session.sampling.sampler
-    left = max(config.steps - run.step, 0)
+    left = steps_left(session, run)
     name = TRAINING if left else "a run without further steps"  # whose seconds are not those of a step
     with (
         phase(name, steps=left) as progress,
@@ -468,7 +494,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
             raise ConfigError(f"the checkpoints of {session.run_dir} vanished while the run started")
         other_data = forced and not session.claim.stages and not run.stream.owns(saved.host["data"])
         if other_data:
-            writer.say("the data are other ones than those of the checkpoint: they begin at their start")
+            writer.say(OTHER_DATA)
         with config_errors():
             run.load(saved, position=not session.claim.stages and not other_data)
         session.checkpointer.latest = run.bundle()
@@ -630,7 +656,7 @@ def split_option(words: Sequence[str], name: str) -> tuple[str | None, list[str]
 
 def ended(status: int, words: str, error: BaseException | None = None) -> int:
     """Prints why the run ends, with the notes of the exception; returns the exit status."""
-    notes = getattr(error, "__notes__", ["before a step was finished"] if isinstance(error, Preempted) else [])
+    notes = getattr(error, "__notes__", ["before this start finished a step"] if isinstance(error, Preempted) else [])
     with suppress(OSError):  # the terminal may be gone
         print(hidden("; ".join([words, *notes])), file=sys.stderr, flush=True)
     return status

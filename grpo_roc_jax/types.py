@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from grpo_roc_jax.checks import as_array, check_choice, read_only
 from grpo_roc_jax.sandbox.result import ToolResult
 
 StopReason = Literal["answer", "eos", "length", "turns", "deadline", "failed", "infrastructure", "cancelled"]
@@ -47,6 +48,9 @@ class Problem:
         for name in ("uid", "prompt", "answer", "source"):
             if not isinstance(value := getattr(self, name), str):
                 raise TypeError(f"Problem.{name} is {value!r:.80} ({type(value).__name__}); must be text, such as '12'")
+        if not isinstance(self.extra, Mapping):
+            got = f"{self.extra!r:.80} ({type(self.extra).__name__})"
+            raise TypeError(f"Problem.extra is {got}; must be a mapping, such as {{'level': 3}}, or left out")
 
     def column(self, name: str, default: Any = None) -> Any:
         """The value of a further column; the default if the row has none."""
@@ -93,7 +97,7 @@ class Turn:
     text: str
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
-    """One for each executed call; empty if the trajectory ended before the calls were run."""
+    """Of the first calls, in their order; fewer, or none, if the trajectory ended before all calls had run."""
     reply: str = ""
     """What an environment answered in addition to the results of calls, such as a message of a user."""
     reward: float = 0.0
@@ -162,17 +166,14 @@ PLAIN = Condition()
 """The condition of a prompt without additions."""
 
 
-ARRAYS = ("tokens", "policy_mask", "logprobs", "versions", "routes")
-"""The arrays of a trajectory."""
-
-
-def read_only(array: np.ndarray | None) -> np.ndarray | None:
-    """A view of the array that nothing can write to."""
-    if not isinstance(array, np.ndarray) or not array.flags.writeable:
-        return array
-    view = array.view()
-    view.flags.writeable = False
-    return view
+ARRAYS: dict[str, type] = {
+    "tokens": np.int32,
+    "policy_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "routes": np.int16,
+}
+"""The arrays of a trajectory, with their dtypes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +181,7 @@ class Trajectory:
     """The record of one rollout. Only the token ids are authoritative; text is decoded from them and never re-encoded.
 
     Its arrays are read-only, also for user functions: what is trained on is what was sampled. `dataclasses.replace`
-    makes a trajectory with other arrays.
+    makes a trajectory with other arrays. Lists, and arrays of other types, become arrays of the types named here.
     """
 
     tokens: np.ndarray
@@ -217,10 +218,14 @@ class Trajectory:
     fault: str = ""
     """What failed outside the policy, on one line, such as an exception of a user's environment. Its traceback follows
     in the first trajectory that ended by it."""
+    opening: str = ""
+    """What an environment appended to the problem's text in the prompt."""
 
     def __post_init__(self) -> None:
-        for name in ARRAYS:
-            object.__setattr__(self, name, read_only(getattr(self, name)))
+        check_choice("Trajectory.stop", self.stop, StopReason)
+        for name, dtype in ARRAYS.items():
+            if (values := getattr(self, name)) is not None or name != "routes":
+                object.__setattr__(self, name, read_only(as_array(f"Trajectory.{name}", values, dtype)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrays that come from another process are writable until they are restored here."""
@@ -303,6 +308,9 @@ class Verdict:
     """Reward of each turn from functions that give rewards by turn, as part of `reward`; empty without
     such a function."""
 
+    def __post_init__(self) -> None:
+        check_choice("Verdict.status", self.status, VerdictStatus)
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -341,7 +349,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class TrainRow:
-    """One trajectory as the update sees it: arrays of its length, with index t referring to `tokens[t]`."""
+    """One trajectory as the update sees it: arrays of its length, with index t referring to `tokens[t]`. Lists, and
+    arrays of other types, become arrays of the types named here."""
 
     tokens: np.ndarray
     """int32[T]: prompt, sampled tokens, observations."""
@@ -372,6 +381,8 @@ class TrainRow:
     log; None without a scoring pass."""
 
     def __post_init__(self) -> None:
+        for name, dtype in TRAIN_ROW_FIELDS.items():
+            object.__setattr__(self, name, as_array(f"TrainRow.{name}", getattr(self, name), dtype))
         lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}
         lengths |= {} if self.routes is None else {"routes": len(self.routes)}
         if len(set(lengths.values())) != 1:

@@ -2,19 +2,24 @@
 
 Edit a notebook in Jupyter or as a file, then run this. They run in one temporary directory: the policy of the
 supervised stage is made by the first and used by the others, and no path of the machine is stored.
-`tests/test_notebooks.py` runs them by the same function.
+`tests/test_notebooks.py` runs them by the same function. With `--plans` only the cells that print a plan are run, which
+takes seconds.
 """
 
+import io
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 
 import nbclient
 import nbformat
+
+from grpo_roc_jax.__main__ import main as grpo_roc
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = sorted(HERE.glob("[0-9]*.ipynb"))
@@ -52,6 +57,17 @@ def executed(
     return notebook
 
 
+def with_plans(path: Path) -> nbformat.NotebookNode:
+    """The notebook with new outputs of the cells that print a plan, which need no other cell."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and 'grpo_roc(["plan"' in cell.source:
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(cell.source, {"grpo_roc": grpo_roc})
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed.getvalue())]
+    return notebook
+
+
 def plain(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """What rich shows as a page is kept as text, and a figure without its description."""
     data = output.get("data", {})
@@ -77,10 +93,11 @@ def joined(outputs: list[nbformat.NotebookNode], folder: Path) -> list[nbformat.
 
 
 def main(words: list[str]) -> None:
+    named = [Path(word).resolve() for word in words if word != "--plans"] or NOTEBOOKS
     with tempfile.TemporaryDirectory() as folder:
-        for path in [Path(word).resolve() for word in words] or NOTEBOOKS:
+        for path in named:
             started = time.perf_counter()
-            nbformat.write(executed(path, Path(folder)), path)
+            nbformat.write(with_plans(path) if "--plans" in words else executed(path, Path(folder)), path)
             print(f"{path.name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from annotated_types import Le
 
-from grpo_roc_jax.config import Config
+from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.method.advantage import PassAtK, Scale
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
 from grpo_roc_jax.method.shaping import Overlong, ToolErrors
@@ -15,6 +15,7 @@ from grpo_roc_jax.method.surrogate import CappedClip
 from grpo_roc_jax.settings import cli
 from grpo_roc_jax.settings.helping import WIDTH
 from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, Positive, fields_of, kind, settings
+from grpo_roc_jax.text.config import TextConfig
 
 
 @settings
@@ -337,6 +338,9 @@ def test_mistakes_in_a_file_name_file_and_line(text, message, tmp_path):
         ("shaping:\n- kind: overlong\n  buffer: true\n", "shaping.0.buffer = true (it.yaml, line 3): must be a value"),
         ("advantage:\n  adjust:\n  - {exponent: 3}\n", "advantage.adjust.0 = {exponent: 3} (it.yaml, line 3): must be"),
         ("surrogate: null\n", "surrogate = null (it.yaml, line 1): must be one of"),
+        ("optim.lr: 1\n", "unknown key 'optim.lr' (it.yaml, line 1); write it as optim: {lr: ...}"),
+        ("steps: 1:30\n", "steps = 1:30 (it.yaml, line 1): must be a whole number"),
+        ("data: {sources: {a: 1}}\n", "data.sources.a (it.yaml, line 1): data.sources is a list, which is given as a"),
     ],
 )
 def test_mistakes_in_kinds_name_file_and_line(text, message, tmp_path):
@@ -439,9 +443,24 @@ def test_a_kind_needs_an_axis():
         class Loose(Part):
             """Belongs nowhere."""
 
+    with pytest.raises(TypeError, match="Alone: kind 'alone' has no axis; derive it from one"):
+
+        @kind("alone")
+        class Alone:
+            """Derived from nothing."""
+
+
+def test_paths_and_numbers_are_words_too():
+    config = read_config(Path("toy.yaml"), "--steps", 5, "--optim.lr", 1e-3)
+    assert (config.steps, config.optim.lr) == (5, 1e-3)
+    assert TextConfig(tokenizer=Path("a")) == TextConfig(tokenizer="a")
+    for word in (None, ["toy.yaml"], {}):
+        with pytest.raises(TypeError, match="read_config got"):
+            read_config(word)
+
 
 def test_values_made_in_python_are_checked_too():
-    config = Config(advantage=PassAtK(k=3), shaping=(Overlong(),))
+    config = Config(advantage=PassAtK(k=3))
     assert replace(config, advantage="group").advantage.kind == "group"
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         PassAtK(k=0)

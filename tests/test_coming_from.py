@@ -1,6 +1,7 @@
 """One table of other projects' settings: its right side exists, its messages say what it says, and the page has it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_roc_jax import __main__ as commands
 from grpo_roc_jax.config import Config, read_config
-from grpo_roc_jax.settings.cli import CONFIG_DIR, ConfigError
-from grpo_roc_jax.settings.layers import known_keys
-from grpo_roc_jax.settings.other_names import (
+from grpo_roc_jax.hints.other_names import (
     COMMAND_NAMES,
     METHOD,
     METHOD_NAMES,
@@ -21,8 +20,22 @@ from grpo_roc_jax.settings.other_names import (
     other_name,
     recipe_of,
 )
+from grpo_roc_jax.settings.cli import CONFIG_DIR, ConfigError
+from grpo_roc_jax.settings.layers import known_keys
+from grpo_roc_jax.settings.options import Axis, fields_of
 
 KNOWN = tuple(known_keys(Config))
+OF_KIND = re.compile(r"of ([a-z_.]+) ([a-z0-9_]+)")
+
+
+def axes(base: type) -> dict[str, type]:
+    """The axes below a class, by name."""
+    return {cls.axis: cls for cls in base.__subclasses__() if cls.axis} | {
+        name: axis for cls in base.__subclasses__() if not cls.axis for name, axis in axes(cls).items()
+    }
+
+
+AXES = axes(Axis)
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming_from.md"
 
 
@@ -42,6 +55,12 @@ def test_a_setting_of_another_project_leads_to_the_one_here(row):
     expected = {"": "has no counterpart", METHOD: "a method is a recipe here"}.get(first.ours, f"'{first.ours}'")
     assert expected in message
     assert row.note in first.note or first is not row
+
+
+@pytest.mark.parametrize("row", [row for row in OTHER_NAMES if OF_KIND.fullmatch(row.note)], ids=lambda row: row.theirs)
+def test_a_note_names_the_kind_that_has_the_setting(row):
+    axis, kind = OF_KIND.fullmatch(row.note).groups()
+    assert row.ours.rpartition(".")[2] in fields_of(AXES[axis].kinds[kind]) or row.ours == axis
 
 
 @pytest.mark.parametrize(

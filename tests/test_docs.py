@@ -1,5 +1,6 @@
 """The documentation: every link and anchor exists, pictures and generated pages are current, its code runs."""
 
+import builtins
 import importlib.util
 import json
 import re
@@ -176,6 +177,16 @@ def test_every_setting_that_a_page_names_exists():
                 if first in sections and not (name in known or section or module or second in ("py", "yaml", "json")):
                     unknown.append(f"{path.name}: {name}")
     assert not unknown
+
+
+@with_contrib
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "docs/api.md"])
+def test_every_class_that_a_page_names_exists(name):
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "grpo_roc_jax").rglob("*.py"))
+    defined = {*dir(builtins), *re.findall(r"^ *class (\w+)", source, re.MULTILINE)}
+    defined |= set(re.findall(r"^(\w+) = ", source, re.MULTILINE))
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w*)`", prose(ROOT / name)))
+    assert len(named) > 10 and not named - defined
 
 
 RUN = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.process.points import POINTS
+from grpo_roc_jax.process.points import POINTS, VALUES
 from tests.conftest import HERE, NAMED_TEST, fault_rows
 from tests.helpers.contrib import HAS_CONTRIB
 from tests.helpers.parts import part_of
@@ -40,9 +40,10 @@ def test_the_table_has_every_fault_and_a_rotation_covers_it():
 
 def test_every_point_is_in_the_code_and_in_the_list():
     code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    points = set(re.findall(r"(?:reach|spoiled)\(\s*\"([a-z.]+)\"", code))
+    points, values = (set(re.findall(rf"{name}\(\s*\"([a-z.]+)\"", code)) for name in ("reach", "spoiled"))
+    assert values == VALUES.keys()
     points |= {f"{name}.memory" for name in re.findall(r"(?:halvings|memory)\.run\(\"(\w+)\"", code)}
-    assert points == POINTS.keys()
+    assert points | values == POINTS.keys()
 
 
 def test_points_of_the_table_exist():

@@ -17,7 +17,7 @@ import pytest
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
-from grpo_roc_jax.process.points import InjectedFault, injected, listening, reach, spoiled
+from grpo_roc_jax.process.points import VALUES, InjectedFault, injected, listening, reach, spoiled
 from grpo_roc_jax.record import checkpoint_files
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import locked
@@ -69,11 +69,29 @@ def test_a_fault_happens_when_it_is_asked_for_and_nothing_does_otherwise():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("update", "must be POINT="), ("updat=eio", "did you mean 'update'"), ("update=burn", "no action 'burn'")],
+    [
+        ("updat=eio", "did you mean 'update'"),
+        *((f"update{w}", "must be POINT=") for w in ("", "=term@1.5", "=eio@p0.1+", "=eio@p1.2.3", "=sleep:1.2.3")),
+        *((f"update={action}", f"no action '{action}' at update;") for action in ("burn", "nan", "drop", "none")),
+        *((f"reward.values={a}", "at reward.values; must be one of nan, drop, none$") for a in ("raise", "kill")),
+        *((f"{point}=none", f"at {point}; must be one of") for point in ("selected", "update.weights")),
+        *((f"update={action}", "sleep, and nothing else, has seconds") for action in ("sleep", "sleep@2", "eio:3")),
+        *((f"update=raise@{when}", "the count must be at least 1") for when in ("0", "0+")),
+        *((f"update=raise@p{share}", "the probability must be above 0 and at most 1") for share in ("0", "2")),
+    ],
 )
 def test_a_fault_that_cannot_be_is_refused(text, message):
-    with pytest.raises(ConfigError, match=message), injected(text):
+    with pytest.raises(ConfigError, match=message), injected(f"update=eio,{text}"):
         pass
+
+
+def test_every_action_that_is_accepted_happens():
+    given = {"reward.values": [1.0, 2.0], "selected": ["a", "b"], "update.weights": np.ones(2)}
+    for point, actions in VALUES.items():
+        for action in actions:
+            with injected(f"{point}={action}") as happened:
+                value = spoiled(point, given[point])
+            assert happened.total() == 1 and repr(value) != repr(given[point])
 
 
 PHASES = ["compile", "sample", "rollout.chunk", "reward", "record", "evaluate", "checkpoint.commit"]

@@ -244,10 +244,11 @@ def test_shapes_beyond_every_machine_are_refused():
 def test_a_batch_of_a_replay(tmp_path):
     for name, about in (("deep", DEEP), ("list", "[]"), ("empty", "{}")):
         np.savez(tmp_path / f"{name}.npz", about=np.array(about))
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=r"npz is no batch of a run, or is damaged; name a file batches/step_N"):
             read_batch(tmp_path / f"{name}.npz")
-    with pytest.raises(ConfigError):
-        read_batch(write(tmp_path / "no.npz", "PK\3\4"))
+    for content in ("PK\3\4", "junk", ""):
+        with pytest.raises(ConfigError, match="is no batch of a run"):
+            read_batch(write(tmp_path / "no.npz", content))
 
 
 def test_files_that_are_none(tmp_path):

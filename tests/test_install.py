@@ -106,7 +106,7 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     files = {name for name in files if ".dist-info/" not in name}
     page = {f"grpo_roc_jax/view/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
     project = {f"grpo_roc_jax/project/{path.name}" for path in (ROOT / "examples" / "project").glob("*.*")}
-    tables = {"grpo_roc_jax/text/toy.model", "grpo_roc_jax/settings/other_names.csv"}
+    tables = {"grpo_roc_jax/text/toy.model", "grpo_roc_jax/hints/other_names.csv"}
     assert files == modules | recipes | set(FURTHER) | page | project | tables
 
 

@@ -18,20 +18,22 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 ROOMS: dict[str, str] = {
     "sandbox": "",
-    "types": "sandbox",
+    "checks": "",
+    "types": "sandbox checks",
     "shapes": "",
-    "settings": "",
-    "process": "settings",
+    "hints": "",
+    "settings": "hints",
+    "process": "hints settings",
     "gguf_files": "",
     "text": "types settings gguf_files",
     "tools": "sandbox types settings process",
     "environments": "sandbox types settings process tools",
     "data": "types settings process text tools environments",
-    "worlds": "sandbox types settings text tools environments data",
-    "reward": "sandbox types settings process tools",
+    "worlds": "sandbox types hints settings text tools environments data",
+    "reward": "sandbox types hints settings process tools",
     "model": "shapes settings process gguf_files",
     "method": "types shapes settings",
-    "engine": "types shapes settings process model",
+    "engine": "checks types shapes settings process model",
     "rollout": "sandbox types settings text tools environments model engine",
     "learner": "types shapes settings process method model",
     "record": "sandbox types settings process learner",
@@ -47,14 +49,16 @@ ROOMS: dict[str, str] = {
     "contrib": "sandbox types shapes settings process text data tools environments reward model method",
     "train": "types shapes settings process text data tools environments reward model method engine rollout learner "
     "record pod serving config run stream planner",
-    "commands": "sandbox types shapes settings process text data worlds tools environments reward model method engine "
-    "rollout learner record pod serving config run stream planner view train",
+    "commands": "sandbox types shapes hints settings process text data worlds tools environments reward model method "
+    "engine rollout learner record pod serving config run stream planner view train",
 }
 """Room -> the rooms that it may import. No two rooms import each other: each names only rooms above its own line."""
 
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "tokamax"}
 HOST = (
+    "checks",
     "types",
+    "hints",
     "settings",
     "process",
     "gguf_files",

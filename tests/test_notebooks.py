@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_roc_jax.__main__ import main as grpo_roc
 from tests.helpers.parts import part_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +36,11 @@ def cells(path: Path, kind: str = "code") -> list[dict]:
 
 def source(cell: dict) -> str:
     return "".join(cell["source"])
+
+
+def plans(path: Path) -> list[dict]:
+    """The cells that print a plan."""
+    return [cell for cell in cells(path) if 'grpo_roc(["plan"' in source(cell)]
 
 
 def kinds(outputs: list) -> list[str]:
@@ -73,6 +79,14 @@ def test_the_stored_outputs_are_those_of_one_run_and_name_no_machine(path):
     assert len(texts) > 500
     assert not MACHINE.findall(texts + json.dumps([source(cell) for cell in code]))
     assert os.uname().nodename not in texts
+
+
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if plans(path)], ids=lambda path: path.stem)
+def test_the_stored_plans_are_those_that_plan_prints(path, capsys):
+    """`python notebooks/build.py --plans` renews them."""
+    for cell in plans(path):
+        exec(source(cell), {"grpo_roc": grpo_roc})
+        assert capsys.readouterr().out == "".join(cell["outputs"][0]["text"])
 
 
 @each

@@ -31,6 +31,7 @@ from tests.test_train import shared_programs as shared_programs  # a fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+PAGES += sorted((ROOT / "examples").rglob("*.py"))
 TINY = """
 --steps=2 --sft.steps=1 --sft.traces=2 --group.problems=2 --group.size=2 --resample.min_positive=0
 --resample.min_negative=0 --resample.drop=none --model.d_model=16 --model.layers=1 --model.heads=2 --model.kv_heads=1
@@ -177,7 +178,7 @@ def test_the_pages_name_commands():
 @pytest.mark.parametrize(("path", "line"), LINES, ids=[f"{path.name}: {line[:60]}" for path, line in LINES])
 def test_a_command_of_the_pages_parses(path, line, tmp_path, monkeypatch):
     for name in re.findall(r"(?<![\w/])\w+\.(?:jsonl|parquet|yaml)", line):  # files of the user's
-        if not (ROOT / "configs" / name).exists():
+        if not any((ROOT / "configs").rglob(name)):
             (tmp_path / name).write_text("steps: 1\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from grpo_roc_jax import train as train_module
-from grpo_roc_jax.config import Config, LimitsConfig, WatchConfig
+from grpo_roc_jax.config import Config, LimitsConfig, WatchConfig, read_config
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError, Publisher
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
@@ -23,11 +24,11 @@ from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole, read_manifest
 from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.record.run_dir import decide
+from grpo_roc_jax.record.run_dir import changed_settings, decide, describe_run, locked
 from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.run.session import state_kept, state_leaves
 from grpo_roc_jax.run.watch import Stopped, Watch, Watchdog
-from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten, load_config
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.train import main
 from tests.helpers.rollout_fakes import MODEL, sharp_params
@@ -211,6 +212,27 @@ def test_every_setting_that_force_is_offered_for_can_be_forced(full_run):
     assert not {"optim.lr", "reward.extraction"} & set(refused)
 
 
+WEIGHTED = ["--weights.factors=truncated_is", "--surrogate.old_logprobs=scored"]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("stages", ["--stages=[{name: a, steps: 3}]"]),
+        ("rollout.low_precision", [*WEIGHTED, "--rollout.low_precision.weights=int8"]),
+        ("data.trace_weights", ["--data.trace_weights=1"]),
+        ("watch", ["--watch.steps=2"]),
+    ],
+)
+def test_a_section_that_is_added_or_left_out_is_a_change(section, words):
+    settings = [
+        read_config("toy.yaml", *WEIGHTED, "--steps=3", "--data.trace_sources=a.jsonl", *more) for more in ([], words)
+    ]
+    for before, now in (settings, settings[::-1]):
+        changed = changed_settings(dict(flatten(yaml.safe_load(dump_yaml(before)))), now)
+        assert changed.keys() == {section} and None in changed[section], changed
+
+
 def word(value):
     """A value as a word of the command line."""
     return str(value) if isinstance(value, str) else json.dumps(value)
@@ -350,3 +372,14 @@ print("reached", file=sys.stderr)
         process.stdin.flush()
         printed = process.stderr.read()
         assert process.wait(60) == 0 and b"reached" in printed, printed
+
+
+@pytest.mark.parametrize("error", [ConfigError("refused"), TypeError("a fault of the caller")])
+def test_a_start_that_fails_before_the_run_is_described_leaves_nothing(error, tmp_path):
+    with pytest.raises(type(error)), locked(tmp_path / "a" / "run"):
+        raise error
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError), locked(tmp_path / "run"):
+        describe_run(tmp_path / "run", Config())
+        raise TypeError("of the run")
+    assert (tmp_path / "run" / "config.yaml").is_file()

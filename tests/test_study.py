@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -105,13 +106,49 @@ def test_the_report_pairs_seeds_and_leaves_out_those_that_miss_an_arm():
     assert study.report(few, {}, "w") == "w: no seed is finished in every arm"
 
 
-def test_claims_are_corrected_over_all_worlds_whichever_are_shown():
-    whole = STUDIES["roc"]
-    options = {"arms": [], "seeds": None}
-    part, worlds = study.chosen(whole, SimpleNamespace(worlds=["toy"], **options))
-    assert worlds == ["toy"] and part == study.chosen(whole, SimpleNamespace(worlds=[], **options))[0]
+def test_claims_are_corrected_over_all_of_the_study_whichever_are_shown():
+    """Arms, worlds and seeds of the command line change no correction; claims that were not measured have p = 1."""
+
+    def corrected(name, world, **options):
+        whole = replace(STUDIES[name], seeds=8, first_seed=0)
+        part, worlds = study.chosen(whole, SimpleNamespace(**{"arms": [], "worlds": [], "seeds": None} | options))
+        assert worlds == (options.get("worlds") or list(whole.worlds))
+        rows = [row(arm, seed, [0.3 - 0.1 * (arm == "roc") + 0.01 * seed] * 5, 1.0, world=world)
+                for arm in whole.arms for world in whole.worlds for seed in range(8)
+                if name == "confirm" or world == "toy"]  # fmt: skip
+        text = study.report(part, {(r["world"], r["arm"], r["seed"]): r for r in rows}, world, whole)
+        return next(line for line in text.splitlines() if "fewer failing calls than GRPO" in line).split(" | ")[-2]
+
+    few, other = ["roc", "grpo"], "lucky70_repair0.5"
+    assert {corrected("roc", "toy", arms=arms, worlds=["toy"]) for arms in ([], few)} == {f"{14 * 2 / 2**8:.3f}"}
+    assert corrected("confirm", other, seeds=4) == f"{3 * 2 / 2**4:.3f}", "after the three of eight seeds"
     with pytest.raises(SystemExit, match="--worlds nosuch: not in this study"):
-        study.chosen(whole, SimpleNamespace(worlds=["nosuch"], **options))
+        corrected("roc", "toy", worlds=["nosuch"])
+
+
+VALUE = re.compile(r"(-?[\d.]+)(?: ± [\d.]+)? (\[-?[\d.]+, -?[\d.]+\])( \d/\d)?")
+"""A cell with an interval, in a report and on the page of the evidence, and the seeds that have the sign."""
+
+
+def values_in(lines):
+    return {some for line in lines for value, low_high, seeds in VALUE.findall(line)
+            for some in ((value, low_high, seeds), (value, low_high, ""))}  # fmt: skip
+
+
+def test_tables_of_the_evidence_hold_what_the_reports_say():
+    """The cells of an arm are among those of its rows in the reports of the studies that the section names."""
+    seen = 0
+    for section in (study.ROOT / "docs/evidence.md").read_text().split("\n## ")[1:]:
+        names = re.findall(r"\(`(\w+)`\)", section) or ["*"]
+        files = [file for name in names for file in (study.ROOT / "benchmarks/results").glob(f"study_{name}_*.md")]
+        reports = [line for file in files for line in file.read_text().splitlines() if line.startswith("| ")]
+        for line in section.splitlines():
+            if line.startswith("|") and VALUE.search(line):
+                arms = {cell.removeprefix("| ").strip("`") for cell in line.split(" | ")[:2]}
+                of_arm = [row for row in reports if row.split(" | ")[0].removeprefix("| ") in arms]
+                assert values_in([line]) <= values_in(of_arm or reports), line
+                seen += 1
+    assert seen > 90
 
 
 def test_the_figure_leaves_out_an_axis_that_seeds_do_not_share(tmp_path):

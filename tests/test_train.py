@@ -278,6 +278,29 @@ def test_impossible_combinations_are_refused_before_anything_is_built(capsys):
         assert message in capsys.readouterr().err
 
 
+class Mute:
+    """An environment that says nothing."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": "toy.yaml"}, r"config is 'toy.yaml' \(str\); must be a Config, such as read_config\("),
+        ({"config": None}, r"config is None \(NoneType\); must be a Config"),
+        ({"tools": [even]}, r"tools is \[.*\(list\); must be a Registry with your functions"),
+        ({"functions": [even]}, r"functions is \[.*\(list\); must be a mapping from the names"),
+        ({"functions": even, "environment": Mute}, r"functions is .*\(function\); must be a mapping"),
+        ({"functions": {"mine": 3}}, r"functions\['mine'\] is 3 \(int\); must be a function"),
+        ({"environment": "file.py:Mute"}, r"environment is .*; must be a class, .*; a path is a setting"),
+        ({"environment": [Mute]}, r"environment is \[.*\(list\); must be a class"),
+        ({"environment": {"mute": Mute()}}, r"environment is .*\(Mute\); must be a class, not an object of it"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        train(**({"config": Config()} | arguments))
+
+
 def test_derived_numbers_in_words():
     config = load_config(Config, ["--group.problems=8", "--group.size=16"], prog="test")
     assert derived(config)[0].startswith("8 problems x 32 sampled -> 16 kept = 128 trajectories a step, 1 update")

@@ -1,6 +1,6 @@
 """A reward per turn: a tenth for each turn whose calls all ran, beside the reward for the answer.
 
-    python -m grpo_roc_jax.train gigpo.yaml --reward.functions answer examples.plugins.turn_rewards:clean
+    python -m grpo_roc_jax.train methods/gigpo.yaml --reward.functions answer examples.plugins.turn_rewards:clean
 
 The trajectory's reward is the sum. Methods that tell turns apart (`advantage.adjust turns`) read the single numbers;
 there the reward for the answer belongs to the last turn.

@@ -25,6 +25,8 @@ from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.types import Problem, RolloutRequest, ToolResult, Trajectory, Turn
 
 PROG = "grpo-roc chat"
+INTERRUPTED = 130
+"""The exit status of a shell for a program that Ctrl-C ended."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Dialogue:
     questions: int = 0
 
     def ask(self, text: str) -> Trajectory:
-        """The model's answer to `text` in the dialogue so far.
+        """The model's answer to `text` in the dialogue so far. If an exception interrupts the answer, its calls are
+        killed, and the dialogue stays as it was.
 
         Raises:
             ValueError: The question alone is longer than a prompt may be.
@@ -108,12 +111,15 @@ class Dialogue:
             max_turns=engine.config.max_turns,
             watch=self.watch,
         )
+        self.questions += 1  # also if the answer is interrupted, so that the next one has a tool session of its own
         try:
             (trajectory,), _ = engine.run(self.sampler.weights, [request], environment, options)
+        except BaseException:
+            environment.cancelled(0)
+            raise
         finally:
             lines.close()
         self.exchanges.append((text, trajectory.tokens[len(prompt) :].tolist()))
-        self.questions += 1
         return trajectory
 
     def _prompt(self, text: str) -> list[int]:
@@ -160,8 +166,9 @@ def show(console: Console, event: Turn | ToolResult) -> None:
 
 
 def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> None:
-    """Answers questions from the terminal until there are no more; `/new` begins a new dialogue."""
-    console.print("Ask; /new begins a new dialogue, an empty line or Ctrl-D ends.", style="dim")
+    """Answers questions from the terminal until there are no more; `/new` begins a new dialogue, and an interrupt stops
+    the answer alone."""
+    console.print("Ask; /new begins a new dialogue, Ctrl-C stops an answer, an empty line or Ctrl-D ends.", style="dim")
     while True:
         try:
             text = ask().strip()
@@ -177,6 +184,9 @@ def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> No
             trajectory = dialogue.ask(text)
         except ValueError as error:
             console.print(printable(str(error), "red"))
+            continue
+        except KeyboardInterrupt:
+            console.print("(stopped)", style="red")
             continue
         if trajectory.stop not in ("answer", "eos"):
             console.print(f"(stopped: {trajectory.stop})", style="red")
@@ -202,4 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"chat: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("chat: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0

@@ -9,12 +9,13 @@ Not included: the subset of largest variance of pass rates, and perturbed traces
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
 
-from grpo_roc_jax.record.trace import TraceRecord, read_trace
+from grpo_roc_jax.data.problems import problem_row
+from grpo_roc_jax.record.trace import TraceRecord, read_trace, trace_files
 from grpo_roc_jax.settings.files import output_file
 
 
@@ -33,7 +34,8 @@ class CutTraces:
 
 
 def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
-    """A row for each different state before a later turn: question, turns and observations so far, answer."""
+    """A row for each different state before a later turn: question, turns and observations so far, answer, and the
+    further columns of the problem."""
     rows: dict[str, dict] = {}
     for record in records:
         problem, history = record.problem, ""
@@ -43,14 +45,31 @@ def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
             said = (turn.text, *(result.shown or result.observation for result in turn.results), turn.reply)
             history += "".join(f"{text}\n" for i, text in enumerate(said) if text or not i)
             prompt = f"{problem.prompt}\n{intro}{history}"
-            rows.setdefault(prompt, {"prompt": prompt, "answer": problem.answer, "data_source": problem.source})
+            if prompt not in rows:
+                rows[prompt] = problem_row(replace(problem, prompt=prompt))
     return list(rows.values())
+
+
+def check_recorded(run: Path, step: int | None) -> None:
+    """Refuses a run without trajectories of steps, or without those of `step`.
+
+    Raises:
+        ValueError: The message says which steps there are.
+    """
+    if not run.is_dir():
+        raise ValueError(f"{run}: no such directory; name that of a run")
+    steps = sorted({number for _, kind, number in trace_files(run) if kind == "step"})
+    if not steps:
+        raise ValueError(f"{run} has no trajectories of steps; name the directory of a run with log.traces above 0")
+    if step is not None and step not in steps:
+        raise ValueError(f"{run} has no trajectories of step {step}; it has steps {steps[0]} to {steps[-1]}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     options = tyro.cli(CutTraces, args=argv, prog="grpo-roc cut-traces")
     try:
+        check_recorded(options.run, options.step)
         out = output_file("--out", options.out)
         rows = states(read_trace(options.run, options.step), options.intro)
     except (OSError, ValueError) as error:
@@ -58,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not rows:
         print(
-            f"{options.run} records no trajectory with two turns; set log.traces, or name another run", file=sys.stderr
+            f"{options.run} records no trajectory with two turns, so it has no state to cut; name another run or step",
+            file=sys.stderr,
         )
         return 2
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    out.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} states in {options.out}")
     return 0

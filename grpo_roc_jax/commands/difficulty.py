@@ -7,14 +7,14 @@ executor and verifier of training, and kept if its success rate lies between two
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
 
 from grpo_roc_jax.commands.evaluate import EvaluateConfig, check_temperature, folder_of, sample_policy
-from grpo_roc_jax.data.config import DataConfig
-from grpo_roc_jax.data.problems import ANSWER_COLUMNS
+from grpo_roc_jax.data.config import DataConfig, split_name
+from grpo_roc_jax.data.problems import problem_row
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.types import Group
@@ -29,7 +29,7 @@ class DifficultyConfig:
     policy: tyro.conf.Positional[str]
     """A run, one of its checkpoints, or a published model: a directory or a hub id."""
     data: tuple[str, ...]
-    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`."""
+    """.jsonl, .json or .parquet files, or `world:FAMILY:LEVEL`."""
     out: str
     """JSON-lines file to which the kept problems are written."""
     problems: int = 0
@@ -65,11 +65,9 @@ def kept_rows(
 ) -> tuple[list[dict], dict[str, int]]:
     """(a row of the file for each problem within the bounds, number of problems by outcome).
 
-    A row is read as the same problem under any settings that read the first file, and under none: its prompt and answer
-    are in the columns that `data` names too, and no other column is taken for the answer.
+    A row is read as the same problem under any settings that read the first file, and under none (`problem_row`).
     """
     data = data or DataConfig()
-    others = {name.split(".")[0] for name in ANSWER_COLUMNS[: ANSWER_COLUMNS.index("answer")]}
     rows: list[dict] = []
     counts = dict.fromkeys(("kept", "too hard", "too easy", "not judged"), 0)
     for group in groups:
@@ -82,25 +80,9 @@ def kept_rows(
             counts["too easy"] += 1
         else:
             counts["kept"] += 1
-            row: dict = {name: value for name, value in problem.extra.items() if name not in others}
-            row |= {"data_source": problem.source, "success_rate": rate, "judged": group.size}
-            for column, text in (
-                *((data.prompt_column, problem.prompt), (data.answer_column, problem.answer)),
-                *(("prompt", problem.prompt), ("answer", problem.answer)),
-            ):
-                put_at(row, column, text)
-            rows.append(row)
+            row = problem_row(problem, data.prompt_column, data.answer_column)
+            rows.append(row | {"success_rate": rate, "judged": group.size})
     return rows, counts
-
-
-def put_at(row: dict, column: str, text: str) -> None:
-    """Sets a column, whose dots reach into nested objects; nothing for an empty name."""
-    *above, last = column.split(".")
-    for name in above:
-        inner = row.get(name)
-        row[name] = row = dict(inner) if isinstance(inner, Mapping) else {}
-    if last:
-        row[last] = text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_log()
     try:
         options, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
-        out = output_file("--out", options.out)
+        out = output_file("--out", options.out, [split_name(source)[1] for source in options.data])
         names = ("policy", "data", "problems", "samples", "temperature", "keep", "resume")
         evaluation = EvaluateConfig(**{name: getattr(options, name) for name in names})
         folder = folder_of(evaluation) if options.keep else None

@@ -49,8 +49,8 @@ class EvaluateConfig:
     """A run, for its newest checkpoint, one of its checkpoints (`RUN/checkpoints/step_00000012`), or a published model:
     a directory or a hub id."""
     data: tuple[str, ...] = ()
-    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`, each with `NAME=` before it to name its column of the table;
-    empty: the held-out problems of the run. A published model needs some."""
+    """.jsonl, .json or .parquet files, or `world:FAMILY:LEVEL`, each with `NAME=` before it to name its column of the
+    table; empty: the held-out problems of the run. A published model needs some."""
     problems: int = 0
     """Problems of each source; 0 takes all of a file and 64 of a world."""
     samples: int = 1
@@ -150,7 +150,7 @@ def sample_policy(
     chosen = chosen_problems(options, config.data, notes) if problems is None else list(problems)
     with ExitStack() as resources:
         if folder is not None:
-            resources.enter_context(opened(folder, config))
+            resources.enter_context(opened(folder, config, "--keep"))
         policy, sampling = resources.enter_context(make_parts(config))
         sampler = sampling.sampler
         warn_of_tools(options.policy, sampler.chat)
@@ -232,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_log()
     try:
         options, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
-        second, out = None, output_file("--out", options.out) if options.out else None
+        files = [split_name(source)[1] for source in options.data]
+        second, out = None, output_file("--out", options.out, files) if options.out else None
         with phase("evaluate", routine=True):
             first = sample_policy(options, overrides, prog=PROG, folder=folder_of(options))
             if options.against:

@@ -163,9 +163,7 @@ def atomically(target: Path, write: Callable[[Path], list[str]]) -> list[str]:
     Raises:
         FileExistsError: The target exists and is not an empty directory.
     """
-    target = target.expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists already; name a new directory, since nothing is overwritten")
+    target = unused_target(target)
     if jax.process_index():
         names = write(target)
         multihost_utils.sync_global_devices("exported")
@@ -182,6 +180,37 @@ def atomically(target: Path, write: Callable[[Path], list[str]]) -> list[str]:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("exported")
     return names
+
+
+def unused_target(target: str | Path) -> Path:
+    """The absolute path of a target.
+
+    Raises:
+        FileExistsError: It exists and is not an empty directory.
+    """
+    path = Path(target).expanduser().absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} exists already; name a new directory, since nothing is overwritten")
+    return path
+
+
+def checked_target(target: str) -> Path:
+    """`unused_target`, checked before the work whose result it is to hold. The folder that it lies in is created.
+
+    Raises:
+        ConfigError: Nothing can be written there.
+        FileExistsError: See `unused_target`.
+    """
+    path = unused_target(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent)).rmdir()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; must be a directory that can be created, in a folder that exists or "
+            "can be created"
+        ) from error
+    return path
 
 
 def _choose_dtype(dtype: Dtype, published: Mapping[str, Any]) -> str:
@@ -226,7 +255,9 @@ def export_run(options: ExportConfig) -> list[str]:
     """Exports a checkpoint of a run and returns the names of the files.
 
     Raises:
-        ConfigError: There is no run or no checkpoint, or the run has no adapter to export.
+        ConfigError: There is no run or no checkpoint, the run has no adapter to export, or the target cannot be
+            written.
+        FileExistsError: The target is not empty.
     """
     trains, prog = is_run(options.checkpoint), "grpo-roc export"
     config = settings_for(options.checkpoint, [], prog, dialogue=False)
@@ -234,6 +265,7 @@ def export_run(options: ExportConfig) -> list[str]:
         raise ConfigError(f"{options.checkpoint} is a published model already; name a run or an adapter")
     if options.adapter and not (trains and config.lora.rank):
         raise ConfigError(f"{options.checkpoint} trained no adapter; leave --adapter out")
+    target = checked_target(options.target)
     text, tokenizer, model = read_text_and_shape(config)
     mesh = export_mesh(model)
     if trains:
@@ -241,7 +273,6 @@ def export_run(options: ExportConfig) -> list[str]:
         trained = load_trained(run / "checkpoints", model, mesh, config.lora, step)[1]
     else:
         trained = load_pairs(options.checkpoint, config.lora, model, mesh)
-    target = Path(options.target)
     if options.adapter:
         return export_adapter(trained, config.lora, model, target)
     if config.lora.rank:
@@ -319,9 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = tyro.cli(ExportConfig, args=argv, prog="grpo-roc export")
         names = export_run(options)
-    except (ValueError, FileExistsError) as error:  # ConfigError and CheckpointError are ValueErrors
+    except (ValueError, OSError) as error:  # ConfigError and CheckpointError are ValueErrors
         print(f"export: {error}", file=sys.stderr)
         return 2
-    total = sum((Path(options.target) / name).stat().st_size for name in names)
+    total = sum((Path(options.target).expanduser() / name).stat().st_size for name in names)
     print(f"{options.target}: {', '.join(names)} ({total / 1e6:.1f} MB)")
     return 0

@@ -1,19 +1,22 @@
 """`grpo-roc run-tools FILE.jsonl`: run programs from a file, one JSON result per line.
 
-Each line holds `code`, and may hold `id`, `stdin`, `session` and `seed`; `-` reads from standard input. Lines with a
+Each line holds `code`, and may hold `id`, `stdin` or `session`, and `seed`; `-` reads from standard input. Lines with a
 session are cells of that session and run in the order of the file. Results are written in the order in which the calls
-end, with the `id` of their line. A line that is not such an object gives a `malformed_call`.
+end, with the number of their `line`, from 1, and its `id`, by default the number of lines before it. A line that is not
+such an object gives a `malformed_call`.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
+from grpo_roc_jax.settings.cli import describe_error
+from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.tools.config import LEVELS, ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor, malformed_result
@@ -24,9 +27,9 @@ WINDOW = 1024
 POLL_S = 0.5
 
 
-def read_calls(lines: Iterable[str | bytes]) -> Iterator[tuple[Any, CodeCall | ToolResult]]:
-    """The id of each line, with its call or with the result that says what is wrong with the line."""
-    for number, line in enumerate(lines):
+def read_calls(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any, CodeCall | ToolResult]]:
+    """The number and the id of each line, with its call or with the result that says what is wrong with the line."""
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -34,39 +37,54 @@ def read_calls(lines: Iterable[str | bytes]) -> Iterator[tuple[Any, CodeCall | T
         except (ValueError, RecursionError) as error:
             entry, fault = None, f"not JSON: {error}"
         if not isinstance(entry, dict):
-            yield number, malformed_result(f"line {number + 1} is {fault}")
-            continue
-        session, seed = entry.get("session"), entry.get("seed", 0)
-        arguments = {"code": entry["code"]} if "code" in entry else {}
-        if session is None and entry.get("stdin") is not None:
-            arguments["input"] = entry["stdin"]
-        tool = "python_code_with_standard_io" if session is None else "jupyter_code"
-        name = None if session is None else str(session)
-        call = CodeCall(str(number), tool, arguments, name, seed if isinstance(seed, int) else 0)
-        yield entry.get("id", number), call
+            yield number, number - 1, malformed_result(f"line {number} is {fault}")
+        elif fault := fault_of(entry):
+            yield number, entry.get("id", number - 1), malformed_result(f"line {number} has {fault}")
+        else:
+            session = entry.get("session")
+            arguments = {"code": entry["code"]} if "code" in entry else {}
+            if entry.get("stdin") is not None:
+                arguments["input"] = entry["stdin"]
+            tool = "python_code_with_standard_io" if session is None else "jupyter_code"
+            name = None if session is None else str(session)
+            call = CodeCall(str(number), tool, arguments, name, entry.get("seed") or 0)
+            yield number, entry.get("id", number - 1), call
+
+
+def fault_of(entry: Mapping[str, Any]) -> str:
+    """What no call can be made of in a line; empty if there is nothing. Missing and null are the same."""
+    session, seed = entry.get("session"), entry.get("seed")
+    if session is not None and entry.get("stdin") is not None:
+        return "stdin and session; cells of a session have no standard input"
+    if session is not None and (isinstance(session, bool) or not isinstance(session, str | int) or session == ""):
+        return f"session {json.dumps(session):.80}; must be a text or a whole number"
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        return f"seed {json.dumps(seed):.80}; must be a whole number"
+    return ""
 
 
 def run_all(executor: ToolExecutor, lines: Iterable[str | bytes], out: TextIO) -> int:
     """Run every line, write every result, and return the number of infrastructure failures."""
-    waiting: dict[str, Any] = {}
+    waiting: dict[str, tuple[int, Any]] = {}
     failures = 0
 
-    def write(own_id: Any, result: ToolResult) -> None:
+    def write(number: int, own_id: Any, result: ToolResult) -> None:
         nonlocal failures
         failures += result.infra
-        verdicts = {"id": own_id, "kind": result.kind, "ok": result.ok, "counts_as_error": result.counts_as_error}
+        verdicts = {"line": number, "id": own_id, "kind": result.kind}
+        verdicts |= {"ok": result.ok, "counts_as_error": result.counts_as_error}
         print(json.dumps(verdicts | {"infra": result.infra} | asdict(result)), file=out, flush=True)
 
     def collect(most: int) -> None:
         while len(waiting) > most:
             for call_id, result in executor.poll(POLL_S):
-                write(waiting.pop(call_id), result)
+                write(*waiting.pop(call_id), result)
 
-    for own_id, call in read_calls(lines):
+    for number, own_id, call in read_calls(lines):
         if isinstance(call, ToolResult):
-            write(own_id, call)
+            write(number, own_id, call)
         else:
-            waiting[call.id] = own_id
+            waiting[call.id] = number, own_id
             executor.submit(call)
             collect(WINDOW)
     collect(0)
@@ -83,10 +101,17 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(options: argparse.Namespace, **others: Any) -> ToolsConfig:
-    """The configuration of the arguments of `add_limits`, with further settings."""
+    """The configuration of the arguments of `add_limits`, with further settings.
+
+    Raises:
+        ValueError: A value is not allowed; the message names it.
+    """
     lowest = "L2" if options.level == "best" else min(options.level, "L2")
     given = {"workers": options.workers, "level": options.level, "min_level": lowest, "memory_mb": options.memory_mb}
-    return ToolsConfig(**given | {"wall_s": options.wall_s, "cpu_s": options.wall_s} | others)
+    try:
+        return ToolsConfig(**given | {"wall_s": options.wall_s, "cpu_s": options.wall_s} | others)
+    except ValueError as error:
+        raise ValueError(describe_error(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,6 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cpu_s = options.wall_s if options.cpu_s is None else options.cpu_s
         config = config_of(options, cpu_s=cpu_s, preload=tuple(name for name in options.preload.split(",") if name))
+        out_path = None
+        if options.out != "-":
+            out_path = output_file("--out", options.out, ["/dev/stdin" if options.file == "-" else options.file])
         # As bytes: a line that is no UTF-8 is one bad call, and a mark of the byte order is none.
         source = getattr(sys.stdin, "buffer", sys.stdin) if options.file == "-" else open(options.file, "rb")  # noqa: SIM115
     except (ValueError, OSError) as error:
@@ -116,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     executor = make_executor(config)
     try:
         executor.start()
-        out = sys.stdout if options.out == "-" else open(options.out, "w", encoding="utf-8")  # noqa: SIM115
+        out = out_path.open("w", encoding="utf-8") if out_path else sys.stdout
         with source, out:
             return 1 if run_all(executor, source, out) else 0
     except (IsolationUnavailable, ExecutorFailed) as error:

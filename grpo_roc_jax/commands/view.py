@@ -221,10 +221,10 @@ def _overview_row(step: int, rows: Sequence[Row]) -> list[str]:
     scored = [row for row in rows if row["status"] != "unscored"]
     right = [row for row in scored if row["status"] == "correct"]
     calls = sum(row["tool_calls"] for row in right)
-    share = sum(row["tool_errors"] for row in right) / calls if calls else 0.0
+    share = f"{sum(row['tool_errors'] for row in right) / calls:.3f}" if calls else "-"
     reward = sum(row["reward"] or 0.0 for row in scored) / len(scored) if scored else 0.0
     words = ", ".join(f"{status} {count}" for status, count in Counter(row["status"] for row in scored).most_common())
-    return [str(step), str(len(rows)), f"{reward:.3f}", f"{share:.3f}", str(sum(row["kept"] for row in rows)), words]
+    return [str(step), str(len(rows)), f"{reward:.3f}", share, str(sum(row["kept"] for row in rows)), words]
 
 
 def render(record: TraceRecord) -> Panel:
@@ -313,12 +313,13 @@ def serve(config: ViewConfig) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = tyro.cli(ViewConfig, args=arguments, prog="grpo-roc view")
-        config = replace(config, runs=tuple(map(opened, config.runs)))
+        named = config.runs
+        config = replace(config, runs=tuple(map(opened, named)))
         if not (config.html or config.atif or config.text):
             serve(config)
             return 0
-        atif = output_file("--atif", config.atif) if config.atif else None
-        html = output_file("--html", config.html) if config.html else None
+        atif = output_file("--atif", config.atif, named) if config.atif else None
+        html = output_file("--html", config.html, named) if config.html else None
         with phase("reading the trajectories", routine=True):
             choice = choose(config)
             nothing = "" if choice.matched else f"no trajectory matches\n{available(config)}"

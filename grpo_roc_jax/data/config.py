@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_roc_jax.data.generated import generator_of
-from grpo_roc_jax.settings.options import Count, NotNegative, Positive, settings
+from grpo_roc_jax.settings.options import Count, NotNegative, Positive, Seed, settings
 
 
 @settings
@@ -50,7 +50,7 @@ class DataConfig:
     """The sources of problems."""
 
     sources: tuple[str, ...] = ("world:products:1", "world:gcd:1", "world:powmod:1")
-    """Training sources: `world:FAMILY:LEVEL` (generated), paths of .jsonl or .parquet files,
+    """Training sources: `world:FAMILY:LEVEL` (generated), paths of .jsonl, .json or .parquet files,
     `hub:OWNER/NAME@REVISION:CONFIG:SPLIT` (the last two may be left out), `verifiers:TASKSET`, with settings as
     `verifiers:TASKSET?NAME=VALUE&NAME=VALUE`, or `harbor:DIR`, task directories of Harbor."""
     weights: tuple[Positive, ...] = ()
@@ -63,7 +63,7 @@ class DataConfig:
     has none; name one here)."""
     eval_problems: Count = 64
     """Held-out problems in all, spread evenly over the sources."""
-    eval_seed: int = 0
+    eval_seed: Seed = 0
     """Chooses the held-out problems; apart from the run's seed, so that runs are compared on the same problems."""
     shuffle: bool = True
     """Visit the rows of a file in a new random order each epoch; off keeps the order of the file."""
@@ -78,7 +78,7 @@ class DataConfig:
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """Kinds of the demonstrations that supervised fine-tuning learns from."""
     trace_sources: tuple[str, ...] = ()
-    """Sources of supervised fine-tuning: worlds (demonstrated), or .jsonl or .parquet files with `messages` (and
+    """Sources of supervised fine-tuning: worlds (demonstrated), or .jsonl, .json or .parquet files with `messages` (and
     `tools`); empty: `sources`."""
     trace_weights: tuple[Positive, ...] | None = None
     """Share of each of `trace_sources` in a batch, in their order; left out: equal shares."""

@@ -28,6 +28,7 @@ import tyro
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.generated import TOOL_NAME, guessed_answer
 from grpo_roc_jax.data.problems import read_rows
+from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor
@@ -270,16 +271,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = tyro.cli(TracesConfig, args=argv, prog="python -m grpo_roc_jax.data.gsm8k_traces")
     executor = make_executor(ToolsConfig(enabled=(TOOL_NAME,)), default_registry([TOOL_NAME]))
     try:
+        path = Path(options.path).expanduser()
+        out = output_file("--out", options.out, [path])
         mix = DemonstrationConfig(guess=options.guess, repair=options.repair, clean=options.clean, wrong=options.wrong)
         executor.start()
-        conversion = convert(Path(options.path).expanduser(), executor, limit=options.limit, mix=mix, seed=options.seed)
-    except ValueError as error:
+        conversion = convert(path, executor, limit=options.limit, mix=mix, seed=options.seed)
+        out.write_text("".join(json.dumps(row) + "\n" for row in conversion.rows), encoding="utf-8")
+    except (ValueError, OSError) as error:
         print(f"gsm8k_traces: {error}", file=sys.stderr)
         return 2
     finally:
         executor.close()
-    with open(options.out, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in conversion.rows)
     print(f"{options.out}: {conversion}")
     return 0
 

@@ -80,7 +80,7 @@ class Stream(Generic[T]):
         if not self.owns(state):
             raise ValueError(
                 f"the saved position belongs to other data ({state.get('fingerprint')}, here {self._fingerprint}): "
-                "sources, their contents, weights, seed and batch size must equal those of the saved run"
+                "sources, their contents, weights, seed, data.shuffle and batch size must equal those of the saved run"
             )
         self._iterator.set_state({key: value for key, value in state.items() if key != "fingerprint"})
 
@@ -145,7 +145,8 @@ def make_problem_stream(
             continue
         datasets.append(_epochs(trainable, config.shuffle, seed))
         named = isinstance(trainable, _Addressed)
-        contents.append(f"{source}:{len(trainable)}" if named else _digest(problem.uid for problem in trainable))
+        content = f"{source}:{len(trainable)}" if named else _digest(problem.uid for problem in trainable)
+        contents.append(content + _order(config.shuffle))
         used.append(index)
     weights = [config.weights[index] for index in used] if config.weights else ()
     return _stream(datasets, contents, weights, problems, seed, notes)
@@ -250,7 +251,8 @@ def make_trace_stream(
             rows = _fitting_traces(rows, lengths, max_row_tokens, source, config.bad_rows, notes)
             longest = max(longest, *(tokens for tokens in lengths if tokens <= max_row_tokens))
         datasets.append(_epochs(rows, config.shuffle, seed))
-        contents.append(_digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows))
+        content = _digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows)
+        contents.append(content + _order(config.shuffle))
     return _stream(datasets, contents, weights, traces, seed, notes, longest)
 
 
@@ -425,6 +427,11 @@ def _fitting_trace(
 def _epochs(rows: Sequence[Any], shuffle: bool, seed: int) -> grain.MapDataset:
     dataset = grain.MapDataset.source(rows)
     return (dataset.seed(seed).shuffle() if shuffle else dataset).repeat()
+
+
+def _order(shuffle: bool) -> str:
+    """The part of a fingerprint for the order of rows; empty for the default, as in positions of earlier versions."""
+    return "" if shuffle else ":in order"
 
 
 def _stream(

@@ -2,7 +2,8 @@
 
 Formats that load without settings: TRL (`prompt`, `answer` or `solution` or `ground_truth`), verl and SkyRL (`prompt`
 as messages, `reward_model.ground_truth` or `reward_spec.ground_truth`, `data_source`), verifiers (`question`,
-`answer`), GSM8K (`question`, `answer` ending in `#### x`), MATH and AIME (`problem`, `answer` or a boxed `solution`).
+`answer`), GSM8K (`question`, `answer` ending in `#### x`), MATH and AIME (`problem`, `answer` or a boxed `solution`),
+Alpaca (`instruction`, `input`, `output`).
 """
 
 import datetime
@@ -12,6 +13,7 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -34,11 +36,13 @@ ANSWER_COLUMNS = (
     "final_answer",
     "expected_answer",
     "answer",
-    "target",
-    "label",
     "output",
     "solution",
+    "target",
+    "label",
 )
+TASK_COLUMNS = ("instruction", "input")
+"""Make up one question together where a file has both, as Alpaca."""
 SOURCE_COLUMN = "data_source"
 SYSTEM_ROLES = ("system", "developer")
 INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)", re.ASCII)
@@ -54,6 +58,10 @@ NO_EQUAL = "which no answer will equal"
 LONG_ANSWER = 200
 """Number of characters above which a marked answer is searched in a reference answer."""
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+CONTEXT_COLUMNS = ("choices", "options", "context", "passage", "article", "body")
+"""Often hold what the question needs: MMLU, RACE, HotpotQA, SVAMP."""
+NO_ANSWERS = ("proof", "notfound")
+"""Stand for a missing answer in NuminaMath."""
 OWN_FORM = re.compile(
     r"\b(?:answer|output|put|write|give|return|enclose|place|wrap|end|finish)\b[^.?!\n]{0,80}"
     r"(?:####|\\boxed|\\fbox|\bboxed\b|<answer>|answer tags|[\"'`“‘](?:the |final |my ){0,3}answers?(?: is)?\s?:)"
@@ -107,6 +115,8 @@ class LoadReport:
     """Rows whose question asks for its own form of the answer."""
     long_answers: tuple[int, ...] = ()
     """Rows whose reference is a text, long or of sentences, without a marked answer."""
+    beside_prompt: Mapping[str, int] = field(default_factory=dict)
+    """Column of `CONTEXT_COLUMNS` -> number of rows that hold something in it which their prompt lacks."""
 
     def __str__(self) -> str:
         dropped = f"{self.duplicates} duplicate{'' if self.duplicates == 1 else 's'} dropped"
@@ -130,8 +140,14 @@ class LoadReport:
         if self.long_answers:
             lines.append(
                 f"  {len(self.long_answers)} rows have a reference of more than {LONG_ANSWER} characters, or a text, "
-                f"without \\boxed{{}} or #### ({_listed(self.long_answers)}), {NO_EQUAL}; for a reward "
+                f"without \\boxed{{}} or a last line #### x ({_listed(self.long_answers)}), {NO_EQUAL}; for a reward "
                 "function or a judge of your own, or name another column in data.answer_column"
+            )
+        if self.beside_prompt:
+            names = ", ".join(f"{name!r} ({count} rows)" for name, count in self.beside_prompt.items())
+            lines.append(
+                f"  columns that are not part of the prompt: {names}; if a question cannot be answered without them, "
+                "write them into the column of the question"
             )
         lines += [f"  {bad}" for bad in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
@@ -202,9 +218,10 @@ def problems_of(
     if not usable:
         shown = "".join(f"\n  {BadRow(path, n, row)}" for n, row in first_rows[:SHOWN])
         raise ValueError(f"{path}: no usable row among the first {len(first_rows)}{shown}")
-    prompt_column = prompt_column or _detect(usable, PROMPT_COLUMNS, path, "data.prompt_column")
+    prompt_columns = (prompt_column,) if prompt_column else _detect_prompt(usable, path)
     answer_column = answer_column or _detect(usable, ANSWER_COLUMNS, path, "data.answer_column")
     problems: list[Problem] = []
+    beside_prompt: Counter[str] = Counter()
     seen: dict[str, tuple[int, str]] = {}
     bad: list[BadRow] = []
     own_form: list[int] = []
@@ -213,7 +230,7 @@ def problems_of(
     for number, row in itertools.chain(first_rows, stream):
         rows += 1
         try:
-            problem, has_system = _problem(row, prompt_column, answer_column, stem)
+            problem, has_system = _problem(row, prompt_columns, answer_column, stem)
         except UnusableRow as reason:
             bad.append(BadRow(path, number, str(reason)))
             continue
@@ -227,31 +244,33 @@ def problems_of(
         own_system += has_system
         own_form += [number] if OWN_FORM.search(problem.prompt) else []
         long_answers += [number] if _is_text(problem.answer, answer_column) else []
+        beside_prompt.update(_beside_prompt(problem))
         problems.append(problem)
     report = LoadReport(
         path,
         rows,
         len(problems),
-        prompt_column,
+        " + ".join(prompt_columns),
         answer_column,
         tuple(bad),
         duplicates,
         own_system,
         own_form=tuple(own_form),
         long_answers=tuple(long_answers),
+        beside_prompt=beside_prompt,
     )
     report.check(bad_rows)
     return problems, report
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a JSONL or Parquet file; a row that cannot be decoded is replaced by the reason.
+    """Rows of a JSONL, JSON or Parquet file; a row that cannot be decoded is replaced by the reason.
 
     Raises:
         ValueError: The file is missing, unreadable or of another kind.
     """
     if path.is_dir():
-        raise ValueError(f"{path} is a directory; name a .jsonl or .parquet file")
+        raise ValueError(f"{path} is a directory; name a .jsonl, .json or .parquet file")
     if not path.is_file():
         other = f"; `grpo-roc train CONFIG.yaml --data.sources {path} --dry-run` shows other sources"
         hub = "; a data set of the hub is hub:OWNER/NAME@REVISION"
@@ -263,7 +282,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
     else:
-        raise ValueError(f"{path}: cannot read {path.suffix!r} files; must be .jsonl or .parquet")
+        raise ValueError(f"{path}: cannot read {path.suffix!r} files; must be .jsonl, .json or .parquet")
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -338,14 +357,29 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not a readable Parquet file after row {number} ({reason})") from error
 
 
+def _detect_prompt(rows: list[Mapping[str, Any]], path: str) -> tuple[str, ...]:
+    """The column of the question, or both of `TASK_COLUMNS` if it is one of them and the file has both."""
+    name = _detect(rows, PROMPT_COLUMNS, path, "data.prompt_column")
+    keys = {str(key).lower(): str(key) for row in rows for key in row}
+    together = name.lower() in TASK_COLUMNS and all(part in keys for part in TASK_COLUMNS)
+    return tuple(keys[part] for part in TASK_COLUMNS) if together else (name,)
+
+
 def _detect(rows: list[Mapping[str, Any]], candidates: tuple[str, ...], path: str, field: str) -> str:
-    """The first candidate column that most of the rows have, else the first that any row has."""
-    filled = {name: sum(_column(row, name) is not None for row in rows) for name in candidates}
+    """The first candidate column that most of the rows fill, else the first that any row fills, else has.
+
+    Names that differ from a candidate in capitals only come after all candidates.
+    """
+    keys = {str(key): None for row in rows for key in row}
+    names = [*candidates, *(key for name in candidates for key in keys if key != name and key.lower() == name)]
+    filled = {name: sum(_is_filled(_column(row, name)) for row in rows) for name in names}
     for enough in (len(rows) // 2 + 1, 1):
-        for name in candidates:
+        for name in names:
             if filled[name] >= enough:
                 return name
-    columns = ", ".join(sorted({str(key) for row in rows for key in row}))
+    if empty := [name for name in names if any(_column(row, name) is not None for row in rows)]:
+        return empty[0]
+    columns = ", ".join(sorted(keys))
     raise ValueError(f"{path}: none of its columns ({columns}) is one of {', '.join(candidates)}; set {field}")
 
 
@@ -362,6 +396,52 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+def _is_filled(value: Any) -> bool:
+    """Whether a column holds anything: a text other than spaces, a list or an object with entries, any other value."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return bool(value) if isinstance(value, list | tuple | Mapping) else value is not None
+
+
+def without_column(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The row without a column. Of a nested one only the innermost value is left out, and objects that become empty."""
+    first, _, rest = name.partition(".")
+    if name in row or not rest:
+        return {key: value for key, value in row.items() if key != name}
+    inner = _written(row.get(first), dict)
+    if not isinstance(inner, Mapping):
+        return dict(row)
+    left = without_column(inner, rest)
+    if not left:
+        return {key: value for key, value in row.items() if key != first}
+    return {**row, first: json.dumps(left) if isinstance(row[first], str) else left} if left != inner else dict(row)
+
+
+def problem_row(problem: Problem, prompt_column: str = "", answer_column: str = "") -> dict[str, Any]:
+    """A row of a file that is read as the same problem by settings that name these columns, and by none: its prompt and
+    answer are in the named columns too, and no other column is taken for the answer."""
+    row = dict(problem.extra)
+    for name in ANSWER_COLUMNS[: ANSWER_COLUMNS.index("answer")]:
+        row = without_column(row, name)
+    row[SOURCE_COLUMN] = problem.source
+    for column, text in (
+        *((prompt_column, problem.prompt), (answer_column, problem.answer)),
+        *(("prompt", problem.prompt), ("answer", problem.answer)),
+    ):
+        _put_at(row, column, text)
+    return row
+
+
+def _put_at(row: dict[str, Any], column: str, text: str) -> None:
+    """Sets a column, whose dots reach into nested objects; nothing for an empty name."""
+    *above, last = column.split(".")
+    for name in above:
+        inner = _written(row.get(name), dict)
+        row[name] = row = dict(inner) if isinstance(inner, Mapping) else {}
+    if last:
+        row[last] = text
+
+
 def _written(value: Any, kind: type) -> Any:
     """An object or a list that a column holds as JSON text, as in tables without nesting; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("{" if kind is dict else "["):
@@ -373,22 +453,24 @@ def _written(value: Any, kind: type) -> Any:
     return read if isinstance(read, kind) and not depth_over(read, DEEPEST) else value
 
 
-def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tuple[Problem, bool]:
+def _problem(row: Any, prompt_columns: tuple[str, ...], answer_column: str, stem: str) -> tuple[Problem, bool]:
     """(problem, whether the row has its own system text)."""
     if isinstance(row, str):
         raise UnusableRow(row)
-    refuse_media(row, prompt_column, answer_column)
-    prompt, has_system = _prompt_text(_required(row, prompt_column), prompt_column)
+    refuse_media(row, *prompt_columns, answer_column)
+    filled = [name for name in prompt_columns if _is_filled(_column(row, name))] or prompt_columns[:1]
+    texts = [_prompt_text(_required(row, name), name) for name in filled]
+    prompt, has_system = "\n\n".join(text for text, _ in texts), any(system for _, system in texts)
     answer = answer_text(_required(row, answer_column), answer_column)
     if mark := MEDIA_MARK.search(prompt):
-        raise UnusableRow(
-            f"column {prompt_column!r} has {mark.group()[:40]!r}, which stands for media; problems are text"
-        )
+        column = " + ".join(prompt_columns)
+        raise UnusableRow(f"column {column!r} has {mark.group()[:40]!r}, which stands for media; problems are text")
     name = row.get(SOURCE_COLUMN)
     source = name if isinstance(name, str) and name else stem
     digest = hashlib.blake2b(f"{prompt}\0{answer}".encode(errors="replace"), digest_size=8).hexdigest()
-    used = {prompt_column.split(".")[0], answer_column.split(".")[0], SOURCE_COLUMN}
-    extra = {str(key): _storable(value) for key, value in row.items() if key not in used}
+    for used in (*prompt_columns, answer_column, SOURCE_COLUMN):
+        row = without_column(row, used)
+    extra = {str(key): _storable(value) for key, value in row.items()}
     return Problem(uid=f"{stem}:{digest}", prompt=prompt, answer=answer, source=source, extra=extra), has_system
 
 
@@ -410,10 +492,23 @@ def refuse_media(row: Mapping[str, Any], *used: str) -> None:
     """Raises UnusableRow for a row with images, sound or video in a column other than those used. A problem is text,
     and without its media it would be a different one."""
     for name in MEDIA_COLUMNS:
-        value = row.get(name)
-        filled = bool(value) if isinstance(value, str | list | tuple | Mapping) else value is not None
-        if filled and name not in used:
+        if name not in used and _is_filled(row.get(name)):
             raise UnusableRow(f"column {name!r} is filled; problems are text: leave such rows out, or drop the column")
+
+
+def _beside_prompt(problem: Problem) -> list[str]:
+    """Columns of `CONTEXT_COLUMNS` that hold a text which the prompt lacks."""
+    texts = {key: list(_texts_in(value)) for key, value in problem.extra.items() if key.lower() in CONTEXT_COLUMNS}
+    return [key for key, parts in texts.items() if any(part.strip() not in problem.prompt for part in parts)]
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """The texts and numbers of a column, however nested."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(item)
+    elif value is not None:
+        yield str(value)
 
 
 def _required(row: Mapping[str, Any], name: str) -> Any:
@@ -456,7 +551,8 @@ def message_text(content: Any) -> str | None:
 
 
 def answer_text(value: Any, name: str) -> str:
-    """The reference answer as text: x for `#### x` and boxed solutions, 1234 for `1,234`, 27 for 27.0."""
+    """The reference answer as text: x for a last line `#### x` and for boxed solutions, 27 for 27.0. Any other text is
+    left as it is; after `####`, a number loses its commas."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
@@ -465,30 +561,45 @@ def answer_text(value: Any, name: str) -> str:
         if not math.isfinite(value):
             raise UnusableRow(f"column {name!r} is {value}")
         value = int(value) if value == int(value) else value if isinstance(value, float) else f"{value.normalize():f}"
-    text = str(value)
-    if "####" in text:
-        text = last_boxed(text.rsplit("####", 1)[1])
-    elif (name.rsplit(".", 1)[-1] == "solution" or len(text) > LONG_ANSWER) and _BOX.search(text):
+    text = str(value).strip()
+    if marked := _MARKED.match(text.rpartition("\n")[2]):
+        text = last_boxed(marked[1]).strip()
+        text = text.replace(",", "") if INTEGER.fullmatch(text) else text
+    elif (_last_part(name) == "solution" or len(text) > LONG_ANSWER) and _BOX.search(text) and not _is_json(text):
         text = boxed_answer(text)
         if text is None:
             raise UnusableRow(f"column {name!r} has a \\boxed that cannot be read: it is not closed, or empty")
-    text = text.strip()
-    if len(text) < 1000 and INTEGER.fullmatch(text):
-        text = str(int(text.replace(",", "")))
+        text = text.strip()
     if not text:
         raise UnusableRow(f"column {name!r} is empty")
+    if text in NO_ANSWERS:
+        raise UnusableRow(f"column {name!r} is {text!r}, which stands for a missing answer in NuminaMath")
     return text
 
 
+def _last_part(column: str) -> str:
+    """`solution` of `Row.Solution`."""
+    return column.rsplit(".", 1)[-1].lower()
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is a JSON object or list, such as the tests of a program."""
+    return any(_written(text, kind) is not text for kind in (dict, list))
+
+
 def _is_text(answer: str, column: str) -> bool:
-    """Whether a reference is a text and not an answer: long, or of more words than an answer in words has."""
+    """Whether a reference is a text and not an answer: long, of more words than an answer in words has, or with `####`
+    elsewhere than in its last line."""
     words = len(_WORD.findall(answer))
-    return len(answer) > LONG_ANSWER or words > (6 if column.rsplit(".", 1)[-1] in _TEXT_COLUMNS else 15)
+    many = words > (6 if _last_part(column) in _TEXT_COLUMNS else 15)
+    return len(answer) > LONG_ANSWER or many or "####" in answer
 
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}+")
 _TEXT_COLUMNS = ("solution", "output", "response", "completion")
 """Columns that hold a whole solution in many files."""
+_MARKED = re.compile(r"\s*####(?:[ \t]+(?=[^\s#])|(?=[^\s#.]))(.+)")
+"""Matches a line `#### x`, but not a heading `##### x`, nor a row of a grid."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _TOKEN = re.compile(
     r"[+-]?\d+(?:[.,/]\d+)*|\\[dt]?frac(?:\s*(?:\{[^{}]*\}|[^\s{}\\])){2}|\\sqrt\s*[^\s{}\[\\]"

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from grpo_roc_jax.checks import check_choice
 from grpo_roc_jax.engine.steering import RowSteering
 from grpo_roc_jax.process.progress import Phase, phase
 from grpo_roc_jax.types import Metrics, StopReason, Trajectory
@@ -135,6 +136,7 @@ class RunOptions:
     step: int = 0
     """Training step; the seed of the dialogue for `chat`."""
     purpose: Purpose = "train"
+    """`train`, `evaluate` or `chat`; determines the random streams, and which rollouts may be cut."""
     progress: RolloutProgress | RolloutLines | None = None
     """Display; None draws nothing."""
     cancel_policy: CancelPolicy | None = None
@@ -144,6 +146,9 @@ class RunOptions:
     keep_cache: bool = False
     """The tokens of a row that ends stay in the cache while there is room, so that prompts that begin with them are
     not written again. Prompts are found in any case."""
+
+    def __post_init__(self) -> None:
+        check_choice("RunOptions.purpose", self.purpose, Purpose)
 
     @property
     def key_step(self) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from grpo_roc_jax.environments.config import Factories, Hosted
@@ -162,8 +163,8 @@ class Episode:
         if jobs:
             await asyncio.gather(run([i for i in jobs if i not in alone]), *(run([i]) for i in alone))
         results = tuple(results_by_position[i] for i in range(len(turn.calls)))
-        known = tuple(result for result in results if result is not None)
-        if broken := [result for result in known if result.infra]:
+        known = tuple(takewhile(lambda result: result is not None, results))  # by order, see `Turn.results`
+        if broken := [result for result in results if result is not None and result.infra]:
             message = f"{broken[0].error_type}: {broken[0].error_message}"
             return self._done(failure=plain_failure("a call", message), value=(known, None))
         if any(results[i].kind == "timeout" for i in jobs):

@@ -37,12 +37,12 @@ from grpo_roc_jax.method.compose import (
     train_rows,
 )
 from grpo_roc_jax.method.distillation import SelfTeacher
-from grpo_roc_jax.method.edit import with_plain_prompts, with_prompt
+from grpo_roc_jax.method.edit import as_opened, with_plain_prompts, with_prompt
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.process.progress import Phase, phase
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory, traits_of
+from grpo_roc_jax.types import Group, Metrics, TrainRow, Trajectory
 
 
 class LearningConfig(Method, Protocol):
@@ -293,7 +293,8 @@ class GroupLearner:
         if self.teacher is not None:
             teacher_scores = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
             return replace(scores, teacher=teacher_scores.logprobs)
-        shown = rows_shown_more(part, groups, self.prompt_ids, self.config.rollout.max_prompt_tokens)
+        limits = self.config.rollout.max_prompt_tokens, self.config.batch.row_length
+        shown = rows_shown_more(part, groups, self.prompt_ids, *limits)
         rest = iter(shown)
         moved = [replace(g, trajectories=tuple(next(rest) or t for t in g.trajectories)) for g in groups]
         params = run.reference if part.needs_reference else run.train.params
@@ -307,16 +308,11 @@ class GroupLearner:
         """The groups under the prompts that the loss reads: for Guide-GRPO, hinted responses under the plain prompt."""
         if not self.config.plan.second.trains_plain:
             return groups
-        hinted = [g.problem for g in groups if any(traits_of(t.condition.kind).moves for t in g.trajectories)]
-        return with_plain_prompts(groups, self._plain_prompts(hinted))
-
-    def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:
-        """Prompt ids by uid."""
-        return {problem.uid: np.asarray(self.prompt_ids(problem), np.int32) for problem in problems}
+        return with_plain_prompts(groups, self.prompt_ids)
 
     def explanation_rows(self, explained: Sequence[Group], run: LearningRun) -> list[TrainRow]:
         """Supervised rows of successful explanations under the plain prompt (ExPO)."""
-        groups = with_plain_prompts(explained, self._plain_prompts([group.problem for group in explained]))
+        groups = with_plain_prompts(explained, self.prompt_ids)
         scores = self.score(run.train.params, groups, temperature_of(self.config, run))
         weight = self.config.plan.second.supervised_weight(run.method.step)
         rows = supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
@@ -386,14 +382,17 @@ def parts_of(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
 
 
 def rows_shown_more(
-    part: SelfTeacher, groups: Sequence[Group], prompt_ids: PromptIds, longest: int
+    part: SelfTeacher, groups: Sequence[Group], prompt_ids: PromptIds, longest_prompt: int, longest_row: int
 ) -> list[Trajectory | None]:
-    """Each trajectory after the prompt of its teacher; None if that shows no more, or exceeds `longest` tokens."""
+    """Each trajectory after the prompt of its teacher; None where that shows no more, or where the prompt or the row
+    would be too long."""
     shown: list[Trajectory | None] = []
     for group in groups:
-        suffixes = [part.suffix(group, i) for i in range(group.size)]
-        prompts = {text: prompt_ids(group.problem, text) for text in set(suffixes) if text}
-        for trajectory, text in zip(group.trajectories, suffixes, strict=True):
-            fits = bool(text) and len(prompts[text]) <= longest
-            shown.append(with_prompt(trajectory, np.asarray(prompts[text], np.int32)) if fits else None)
+        ends = [(t.opening, part.suffix(group, i)) for i, t in enumerate(group.trajectories)]
+        prompts = {end: prompt_ids(as_opened(group.problem, end[0]), end[1]) for end in set(ends) if end[1]}
+        for trajectory, end in zip(group.trajectories, ends, strict=True):
+            prompt = prompts.get(end, ())
+            row = trajectory.length - trajectory.prompt_length + len(prompt)
+            fits = 0 < len(prompt) <= longest_prompt and row <= longest_row
+            shown.append(with_prompt(trajectory, np.asarray(prompt, np.int32)) if fits else None)
     return shown

@@ -32,6 +32,7 @@ def z_score(rewards: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray
     """(R - mean) / (std + eps); zeros for a flat group. Source: arXiv:2402.03300, sec. 4.1.2."""
     if flat(rewards):
         return np.zeros(len(rewards))
+    rewards = np.asarray(rewards)
     return (rewards - rewards.mean()) / (deviation(rewards, ddof) + eps)
 
 
@@ -77,6 +78,8 @@ class Adjustment(Part, axis="advantage.adjust"):
 
     draws: ClassVar[bool] = False
     """Whether it draws at random."""
+    reads_rewards: ClassVar[bool] = True
+    """Whether it reads rewards, which `shaping` makes."""
 
     def group(self, advantages: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         """float64[G] -> float64[G] for one group."""
@@ -108,6 +111,17 @@ class Adjustment(Part, axis="advantage.adjust"):
 
 class Advantage(Part, axis="advantage"):
     """Maps the rewards of the kept groups to advantages of their tokens."""
+
+    reads_rewards: ClassVar[bool] = True
+    """Whether it reads the rewards that `shaping` makes. Its adjustments may read them too."""
+
+    def check(self, config: Any) -> None:
+        readers = (self, *getattr(self, "adjust", ()))
+        if config.shaping and not any(part.reads_rewards for part in readers):
+            raise ValueError(
+                f"advantage {self.kind} does not read the reward, so shaping {config.shaping[0].kind} would not change "
+                "it; leave shaping out, or choose another advantage"
+            )
 
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
         """float32[T] of each trajectory, groups in order."""
@@ -333,6 +347,8 @@ class PassAtK(Estimator):
     """k of pass@k."""
     eps: NotNegative = 1e-6
     """Added to the deviation."""
+
+    reads_rewards = False
 
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
         return [self._group(group_features.correct) for group_features in batch.features]

@@ -118,7 +118,13 @@ def initial_state(method: Method) -> AlgoState:
 
 
 def resample_group(group: Group, method: Method, rng: np.random.Generator) -> Selection:
-    """Which of a problem's scored trajectories train, with a reason for each."""
+    """Which of a problem's scored trajectories train, with a reason for each.
+
+    Raises:
+        TypeError: `rng` is a seed, or something else that is no generator.
+    """
+    if not isinstance(rng, np.random.Generator):
+        raise TypeError(f"rng is {rng!r:.80} ({type(rng).__name__}); must be a generator: np.random.default_rng(0)")
     return select_group(group, method.group.size, method.resample, rng)
 
 
@@ -158,6 +164,7 @@ def train_rows(
     Raises:
         ValueError: A scoring pass that the method needs is missing.
     """
+    groups = list(groups)
     if not groups:
         return []
     scores = scores or Scores()
@@ -302,6 +309,7 @@ def next_state(
         state: State before the step.
         drift: By uid, how far the policy has moved from remembered samples; see `Part.earlier`.
     """
+    sampled, trained = list(sampled), list(trained)
     feature_list, parts = [features(group).attempts() for group in sampled], method_parts(method)
     uids, decay = [f.uid for f in feature_list], method.method.tracker_decay
     for part in parts:

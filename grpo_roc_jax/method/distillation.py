@@ -22,6 +22,8 @@ from grpo_roc_jax.types import Group
 class NoAdvantage(Estimator):
     """Advantage 0, whatever the rewards are; adjustments make up the whole advantage."""
 
+    reads_rewards = False
+
     def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
         return [np.zeros(len(rewards)) for rewards in batch.rewards]
 
@@ -54,7 +56,9 @@ class Teacher(Distilled):
 @kind("self_teacher")
 class SelfTeacher(WithReference, Distilled):
     """A_t - beta (log p - log p_teacher), the teacher being the policy itself with more in its prompt
-    (arXiv:2601.19897). Rows without anything to show, or whose prompt would be too long, keep A_t."""
+    (arXiv:2601.19897). Rows without anything to show, or whose prompt or row would be too long, keep A_t."""
+
+    other_prompts = True
 
     shows: Literal["answer", "success"] = "answer"
     """What the teacher's prompt ends with: the answer, or the text of another success of the group (SDPO,

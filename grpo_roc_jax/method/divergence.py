@@ -181,6 +181,7 @@ class TokenDivergence(Adjustment):
     """A_t - beta sum over i >= t of discount^(i - t) KL_i: every token is charged for itself and for what
     follows it."""
 
+    reads_rewards = False
     estimator: ClassVar[str] = "k1"
     other: ClassVar[str] = "reference"
     """Name of the policy that the divergence is from."""

@@ -1,11 +1,11 @@
 """Groups with trajectories replaced, joined, or put under another prompt."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from grpo_roc_jax.types import Group, Trajectory, Verdict, traits_of
+from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, traits_of
 
 
 def take_trajectories(group: Group, indices: Iterable[int]) -> Group:
@@ -42,7 +42,8 @@ def replace_failures(group: Group, hinted: Group, count: int) -> Group:
 
 
 def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
-    """The same response after another prompt. Log-probabilities remain those under the prompt it was sampled with.
+    """The same response after another prompt, which takes the place of the first part's where a trajectory has several.
+    Log-probabilities remain those under the prompt it was sampled with.
 
     The ratio of Guide-GRPO (arXiv:2506.13923) is that of the policy without the hint to the policy with it.
     """
@@ -52,6 +53,7 @@ def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
     def moved(values: np.ndarray, fill: float) -> np.ndarray:
         return np.concatenate([np.full((new, *values.shape[1:]), fill, values.dtype), values[old:]])
 
+    first, *others = trajectory.parts or (0,)
     return dataclasses.replace(
         trajectory,
         tokens=np.concatenate([np.asarray(prompt, trajectory.tokens.dtype), trajectory.tokens[old:]]),
@@ -60,20 +62,33 @@ def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
         versions=moved(trajectory.versions, -1),
         routes=None if trajectory.routes is None else moved(trajectory.routes, -1),
         prompt_length=new,
+        parts=(first + shift, *others) if trajectory.parts else (),
         turns=tuple(dataclasses.replace(t, start=t.start + shift, end=t.end + shift) for t in trajectory.turns),
     )
 
 
-def with_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray]) -> list[Group]:
-    """The groups with hinted, guided and explaining trajectories under the plain prompt of their problem.
+def as_opened(problem: Problem, opening: str) -> Problem:
+    """The problem with the text of its prompt as an environment extended it, see `Trajectory.opening`."""
+    return dataclasses.replace(problem, prompt=problem.prompt + opening) if opening else problem
+
+
+def with_plain_prompts(groups: Sequence[Group], prompt_ids: Callable[[Problem], Sequence[int]]) -> list[Group]:
+    """The groups with hinted, guided and explaining trajectories under the plain prompt of their problem, as their
+    environments extended it.
 
     Args:
         groups: After selection.
-        prompts: Plain prompt ids by uid, of every problem with such a trajectory.
+        prompt_ids: Returns the token ids of a problem's prompt.
     """
 
-    def moved(trajectory: Trajectory, uid: str) -> Trajectory:
-        moves = traits_of(trajectory.condition.kind).moves
-        return with_prompt(trajectory, prompts[uid]) if moves else trajectory
+    plain: dict[tuple[str, str], np.ndarray] = {}
 
-    return [dataclasses.replace(g, trajectories=tuple(moved(t, g.problem.uid) for t in g.trajectories)) for g in groups]
+    def moved(trajectory: Trajectory, problem: Problem) -> Trajectory:
+        if not traits_of(trajectory.condition.kind).moves:
+            return trajectory
+        key = problem.uid, trajectory.opening
+        if key not in plain:
+            plain[key] = np.asarray(prompt_ids(as_opened(problem, trajectory.opening)), np.int32)
+        return with_prompt(trajectory, plain[key])
+
+    return [dataclasses.replace(g, trajectories=tuple(moved(t, g.problem) for t in g.trajectories)) for g in groups]

@@ -63,6 +63,9 @@ class Part(Axis):
     """Whether a scoring pass under the reference policy must come before the update."""
     needs_teacher: ClassVar[bool] = False
     """Whether a scoring pass under a teacher must come before the update."""
+    other_prompts: ClassVar[bool] = False
+    """Whether it scores or trains responses under a prompt that the learner makes from the problem. The prompts of an
+    agent are its own, so that it cannot be used with one."""
     follows_policy: ClassVar[bool] = False
     """Whether its scores must be computed right before each optimizer step, also the later ones of a batch."""
     common_metrics: ClassVar[Callable[[MethodBatch], Mapping[str, float]] | None] = None

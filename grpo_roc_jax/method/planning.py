@@ -5,6 +5,8 @@ A plain method has one wave of equal requests. Everything else is a choice on fi
 
     requests = first_wave(wave, plan);  groups = gathered(problems, requests, results)
     while requests := next_wave(wave, plan):  groups = plan.second.merge(groups, requests, results)
+
+Rollouts of the waves that a budget adds are appended to their groups without `merge`.
 """
 
 import heapq
@@ -70,7 +72,7 @@ class Budget(Part, axis="plan.budget"):
         return np.full(len(wave.problems), wave.count)
 
     def later(self, wave: Wave) -> list[RolloutRequest]:
-        """Requests of the waves that the budget adds."""
+        """Requests of the waves that the budget adds; their rollouts are appended to their groups."""
         return []
 
     def largest(self, count: int, problems: int) -> int:

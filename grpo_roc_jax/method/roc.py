@@ -44,6 +44,7 @@ class Selection:
 
 def error_penalty(tool_calls: np.ndarray, tool_errors: np.ndarray, no_tool: float = 0.5) -> np.ndarray:
     """Failed share of the calls; `no_tool` without a call. Source: arXiv:2508.20722, eq. 4."""
+    tool_calls, tool_errors = np.asarray(tool_calls), np.asarray(tool_errors)
     return np.where(tool_calls > 0, tool_errors / np.maximum(tool_calls, 1), no_tool)
 
 
@@ -52,8 +53,9 @@ def format_penalty(answers: np.ndarray, well_formed: np.ndarray, turns: np.ndarr
 
     Source: arXiv:2508.20722, eq. 5; the tag balance is the released code's.
     """
+    answers, turns = np.asarray(answers), np.asarray(turns)
     repeated = np.minimum((answers - 1) / np.maximum(turns, 1), 1.0)
-    return np.where((answers < 1) | ~well_formed.astype(bool) | (turns < 1), 1.0, repeated)
+    return np.where((answers < 1) | ~np.asarray(well_formed, bool) | (turns < 1), 1.0, repeated)
 
 
 def quota(negatives: int, positives: int, keep: int, min_negative: int = 2, min_positive: int = 2) -> tuple[int, int]:
@@ -261,7 +263,24 @@ def select_roc(
     """Resample on correct: the cleanest successes and a fair share of the failures, `keep` in all.
 
     Source: arXiv:2508.20722, sec. 2.2.3, and the released code, in the readings of `quota` and the settings.
+
+    Args:
+        correct: [N]: whether each trajectory is a success, as bool or 0 and 1.
+        penalties: [N]: what successes are ranked by, lowest first.
+        keep: Number of trajectories to keep.
+        config: The minima, and how successes and failures are chosen.
+        rng: Advanced by what is drawn.
+
+    Raises:
+        ValueError: `correct` holds other numbers, such as rewards, or there are fewer than `keep`.
     """
+    given, penalties = np.asarray(correct), np.asarray(penalties)
+    correct = given.astype(bool)
+    if (given != correct).any():
+        raise ValueError(
+            f"correct has {given[given != correct][0]}; must be True or False, or 1 and 0, for each trajectory; "
+            "of rewards, pass rewards > 0"
+        )
     positive, negative = np.flatnonzero(correct), np.flatnonzero(~correct)
     k_neg, k_pos = quota(len(negative), len(positive), keep, config.min_negative, config.min_positive)
     order = config.positive_select.order(penalties[positive], rng)

@@ -4,6 +4,7 @@ Tensors are read one by one into the sharded arrays. Each process reads only the
 those it needs memory for one tensor of one layer. Writing handles one tensor at a time as well.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -65,7 +66,7 @@ RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Suffixes of tensors in old checkpoints that every reader recomputes."""
 
 
-def find_model(path: str) -> Path:
+def find_model(path: str | os.PathLike[str]) -> Path:
     """The directory of a published model: `path` itself, that of a GGUF file (`gguf_files.folder`), or the local copy
     of a hub repository, named `ORG/NAME`, or `ORG/NAME/FILE.gguf` for one with GGUF files. A name in `runs/`, or in
     another folder that exists, is not taken for a hub id.
@@ -74,6 +75,7 @@ def find_model(path: str) -> Path:
         ValueError: `path` is none of these, the GGUF file cannot be used, huggingface_hub is not installed, or the hub
             does not give it.
     """
+    path = os.fspath(path)
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder

@@ -25,13 +25,13 @@ def noticed(url: str, poll_s: float = POLL_S) -> Iterator[None]:
 
     def poll() -> None:
         failed = False
-        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while not ended.wait(poll_s):
             try:
+                request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
                 with direct.open(request, timeout=ANSWER_S) as answer:
                     text = answer.read(100).decode("ascii", "replace").strip().upper()
-            except OSError as error:
+            except Exception as error:  # whatever an answer is, the next one may be a notice
                 if not failed:
                     log.warning("watch.notice_url %s does not answer: %s", url, error)
                 failed = True

@@ -211,17 +211,21 @@ class Processes:
     def _watch_signals(self, received: socket.socket) -> None:
         client = self.service
         received.settimeout(SIGNAL_POLL_S)
-        with received, suppress(jax.errors.JaxRuntimeError):  # without the service the next exchange fails and says so
-            while not self.others_stopping:
-                try:
-                    numbers = received.recv(16)
-                    if not numbers:
-                        return
-                except TimeoutError:
-                    numbers = b""
-                if {*numbers} & {*SIGNALS}:
-                    client.key_value_set(f"{STOP_KEY}{self.index}", "")
-                self.others_stopping = bool(client.key_value_dir_get(STOP_KEY))
+        with received:
+            with suppress(jax.errors.JaxRuntimeError):  # without the service the next exchange fails and says so
+                while not self.others_stopping:
+                    try:
+                        numbers = received.recv(16)
+                        if not numbers:
+                            return
+                    except TimeoutError:
+                        numbers = b""
+                    if {*numbers} & {*SIGNALS}:
+                        client.key_value_set(f"{STOP_KEY}{self.index}", "")
+                    self.others_stopping = bool(client.key_value_dir_get(STOP_KEY))
+            received.settimeout(None)
+            while received.recv(16):  # a further signal is written here until the other end is closed
+                pass
 
     @property
     def samplers(self) -> int:

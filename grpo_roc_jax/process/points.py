@@ -5,10 +5,12 @@ If nothing listens, a point costs one check of an empty tuple. Faults come from 
 
     GRPO_ROC_FAULTS="checkpoint.commit=kill@2,reward.function=raise@p0.1,seed=7"
 
-WHEN is a count (`@2` the second time, `@2+` from then on) or a probability (`@p0.1`); without it, every time.
+WHEN is a count (`@2` the second time, `@2+` from then on) or a probability (`@p0.1`); without it, every time. Most
+points take `ACTIONS`; those of `VALUES` pass a value, and have actions that change it.
 """
 
 import errno
+import math
 import os
 import random
 import re
@@ -20,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from grpo_roc_jax.hints.other_names import close_to
 from grpo_roc_jax.settings.layers import ConfigError
-from grpo_roc_jax.settings.other_names import close_to
 
 T = TypeVar("T")
 
@@ -62,12 +64,16 @@ POINTS = {
 ERRNOS = {"eio": errno.EIO, "enospc": errno.ENOSPC, "eagain": errno.EAGAIN}
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
 SPOILS: dict[str, Callable[[Any], Any]] = {
-    "nan": lambda value: value * float("nan"),
+    "nan": lambda value: [math.nan] * len(value) if isinstance(value, list | tuple) else value * math.nan,
     "drop": lambda value: value[1:],
     "none": lambda value: [None] * len(value),
 }
-ACTIONS = (*ERRNOS, *SIGNALS, *SPOILS, "raise", "oom", "sleep:SECONDS")
-FAULT = re.compile(r"([a-z.]+)=([a-z]+)(?::([\d.]+))?(?:@(p?)([\d.]+)(\+?))?")
+VALUES = {"reward.values": ("nan", "drop", "none"), "selected": ("drop",), "update.weights": ("nan",)}
+"""Points that pass a value, and the actions at each."""
+ACTIONS = (*ERRNOS, *SIGNALS, "raise", "oom", "sleep:SECONDS")
+"""Actions at all other points."""
+NUMBER = r"[0-9]{1,9}(?:\.[0-9]*)?"
+FAULT = re.compile(rf"([a-z.]+)=([a-z]+)(?::({NUMBER}))?(?:@(?:p({NUMBER})|([0-9]{{1,9}})(\+?)))?")
 
 _listeners: tuple[Callable[[str], None], ...] = ()
 _faults: "Faults | None" = None
@@ -107,7 +113,7 @@ def injected(text: str | None = None) -> Iterator[Counter[str]]:
         text: Faults in the form described in the module; None takes the environment variable.
 
     Raises:
-        ConfigError: An unknown point or action.
+        ConfigError: A word that `read_fault` refuses.
     """
     global _faults
     text = os.environ.get(VARIABLE, "") if text is None else text
@@ -131,7 +137,7 @@ class Fault:
     action: str
     seconds: float = 0.0
     first: int = 1
-    last: float = float("inf")
+    last: float = math.inf
     share: float = 1.0
 
 
@@ -172,23 +178,30 @@ def read_fault(word: str) -> Fault:
     """The fault of `POINT=ACTION[@WHEN]`.
 
     Raises:
-        ConfigError: The word has another form, or names an unknown action.
+        ConfigError: The word has another form, or the fault can never happen.
     """
     match = FAULT.fullmatch(word)
     if match is None:
-        raise ConfigError(f"{VARIABLE}: {word!r}; must be POINT=ACTION[@WHEN], such as update=term@2")
+        raise ConfigError(
+            f"{VARIABLE}: {word!r}; must be POINT=ACTION[@WHEN], such as update=term@2, update=term@2+, "
+            "update=term@p0.1 or update=sleep:0.5"
+        )
     point, action, seconds, chance, when, on = match.groups()
     if point not in POINTS:
         near = close_to(point, POINTS)
         raise ConfigError(f"{VARIABLE}: no point {point!r}" + (f"; did you mean {near!r}?" if near else ""))
-    if action not in (*ACTIONS, "sleep"):
-        raise ConfigError(f"{VARIABLE}: no action {action!r}; must be one of {', '.join(ACTIONS)}")
-    fault = Fault(point, action, float(seconds or 0.0))
-    if not when:
-        return fault
-    if chance:
-        return Fault(point, action, fault.seconds, share=float(when))
-    return Fault(point, action, fault.seconds, int(when), float("inf") if on else int(when))
+    actions = VALUES.get(point, ACTIONS)
+    if action not in (named.partition(":")[0] for named in actions):
+        raise ConfigError(f"{VARIABLE}: {word!r}: no action {action!r} at {point}; must be one of {', '.join(actions)}")
+    if (action == "sleep") != bool(seconds):
+        raise ConfigError(f"{VARIABLE}: {word!r}: sleep, and nothing else, has seconds, such as {point}=sleep:0.5")
+    if when and not int(when):
+        raise ConfigError(f"{VARIABLE}: {word!r}: the count must be at least 1, which is the first time")
+    if chance and not 0 < float(chance) <= 1:
+        raise ConfigError(f"{VARIABLE}: {word!r}: the probability must be above 0 and at most 1")
+    first = int(when or 1)
+    last = first if when and not on else math.inf
+    return Fault(point, action, float(seconds or 0), first, last, float(chance or 1))
 
 
 def act(fault: Fault) -> None:

@@ -7,7 +7,7 @@ samples. Infrastructure failures are excluded from every score and reported sepa
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, nan
 
 import numpy as np
 
@@ -105,8 +105,8 @@ def summarize(
 
     `avg@k` averages over the scored samples of each problem; `pass@j`, `pass^k` and `maj@k` over problems with enough
     of them. Problems without a scored sample are left out and counted in `unjudged`. Rates of tool errors are pooled
-    over calls; lengths, in tokens after the prompt, over trajectories. `infrastructure` is the removed share of all
-    rollouts.
+    over calls, and NaN without any; lengths, in tokens after the prompt, over trajectories. `infrastructure` is the
+    removed share of all rollouts.
 
     Args:
         groups: Scored rollouts, one group per problem.
@@ -275,6 +275,6 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
 
 
 def tool_error_share(verdicts: Sequence[Verdict]) -> float:
-    """Failed share of all tool calls of these trajectories; 0 without calls."""
+    """Failed share of all tool calls of these trajectories; NaN without calls, which means and curves leave out."""
     calls = sum(verdict.tool_calls for verdict in verdicts)
-    return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else 0.0
+    return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else nan

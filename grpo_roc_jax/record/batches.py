@@ -6,6 +6,7 @@ A run saves the rows of its first few such updates in `batches/step_N.npz`, with
 import json
 import logging
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,13 @@ KEPT_FILES = 5
 """Most files of a run. The first failures are saved, since they show how the trouble began."""
 KEPT_BYTES = 1 << 28
 """Most bytes of the arrays of one file; further rows are left out."""
+ABOUT = ("step", "why", "config", "run", "temperatures")
+"""What the description of an update tells `replay`."""
+NOT_A_BATCH = (
+    *(ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+"""What reading another file raises."""
 
 
 def keep_batch(run_dir: Path, config: Any, step: int, batches: Sequence[UpdateBatch], why: str) -> Path | None:
@@ -59,23 +67,29 @@ def keep_batch(run_dir: Path, config: Any, step: int, batches: Sequence[UpdateBa
     return path
 
 
-@config_errors(KeyError, TypeError, AttributeError, EOFError, MemoryError, zipfile.BadZipFile)
+@config_errors()
 def read_batch(path: Path) -> tuple[dict[str, Any], list[list[TrainRow]]]:
     """(description of the update, rows of each optimizer step).
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, or is no batch of a run.
     """
-    batches: list[list[TrainRow]] = []
-    with np.load(path, allow_pickle=False) as archive:
-        about = parse_json(str(archive["about"]), str(path))
-        row_arrays: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-        for name in archive.files:
-            if name != "about":
-                index, number, field = name.split("/")
-                row_arrays.setdefault((int(index), int(number)), {})[field] = archive[name]
-    batches = [[] for _ in about["rows"]]
-    for scalars, (index, number) in zip(about["scalars"], sorted(row_arrays), strict=True):
-        parts = tuple(scalars.pop("parts", ()))
-        batches[index].append(TrainRow(**row_arrays[index, number], **scalars, parts=parts))
+    row_arrays: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            about = parse_json(str(archive["about"]), str(path))
+            for name in archive.files:
+                if name != "about":
+                    index, number, field = name.split("/")
+                    row_arrays.setdefault((int(index), int(number)), {})[field] = archive[name]
+        if missing := set(ABOUT) - about.keys():
+            raise KeyError(*missing)
+        batches: list[list[TrainRow]] = [[] for _ in about["rows"]]
+        for scalars, (index, number) in zip(about["scalars"], sorted(row_arrays), strict=True):
+            parts = tuple(scalars.pop("parts", ()))
+            batches[index].append(TrainRow(**row_arrays[index, number], **scalars, parts=parts))
+    except NOT_A_BATCH as error:
+        raise ValueError(
+            f"{path} is no batch of a run, or is damaged; name a file {FOLDER}/step_N.npz of a run"
+        ) from error
     return about, batches

@@ -210,6 +210,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     rare |= {"rewards": dict(trajectory.rewards)} if trajectory.rewards else {}
     rare |= {"parts": list(trajectory.parts)} if trajectory.parts else {}
     rare |= {"fault": trajectory.fault} if trajectory.fault else {}
+    rare |= {"opening": trajectory.opening} if trajectory.opening else {}
     return rare | {
         "prompt_length": int(trajectory.prompt_length),
         "turns": [pack_turn(turn) for turn in trajectory.turns],
@@ -236,4 +237,5 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         rewards=fields.get("rewards", {}),
         parts=tuple(fields.get("parts", ())),
         fault=fields.get("fault", ""),
+        opening=fields.get("opening", ""),
     )

@@ -280,6 +280,18 @@ def series(rows: Sequence[Metrics], name: str) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(pairs, np.float64).reshape(-1, 2).T)
 
 
+def last_third(rows: Sequence[Metrics], name: str) -> float:
+    """Mean of a metric over those of the last third of the training steps that have it; NaN if none has.
+
+    The third is counted in steps of the run, rounded, at least one. Values that are not finite are left out.
+    """
+    last = max((row["step"] for row in rows), default=0)
+    first = max(0, last - max(1, round(last / 3)))
+    values = series([row for row in rows if row["step"] > first], name)[1]
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
 class CompilationCounter:
     """Context manager that counts the programs that JAX compiles or reads from its cache, and the seconds this takes.
 

@@ -24,6 +24,7 @@ from grpo_roc_jax.record.checkpoint_files import check_path, newest_whole, read_
 from grpo_roc_jax.record.storage import is_address, local_dir
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, flatten
 from grpo_roc_jax.settings.files import read_json_object, read_yaml_mapping
+from grpo_roc_jax.settings.options import absent_sections
 from grpo_roc_jax.settings.secrets import without_secrets
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sentencepiece", "math-verify")
@@ -54,6 +55,8 @@ class Start:
     """Settings that differ from those that the run has had so far."""
     stage: int = 0
     """Index of the stage of the next step."""
+    began: int = 0
+    """Steps before that stage."""
     forced: bool = False
     """Whether the saved state is converted to the settings of this start."""
 
@@ -92,12 +95,15 @@ def decide(
             + "\nuse those, or another --run_dir, or add --force to continue with the new ones"
         )
     notes = tuple(f"changed since the run began: {name}: {old} -> {new}" for name, (old, new) in changed.items())
-    stages = getattr(config, "stages", None) or ()
-    with config_errors():
-        stage = config.stage_after(saved_stage(newest.path), newest.step) if stages else 0
+    stages, stage, began = getattr(config, "stages", None) or (), 0, 0
+    if stages:
+        with config_errors():
+            saved = saved_stage(newest.path)
+            stage = config.stage_after(saved, newest.step)
+        began = saved["began"] if saved and saved["index"] == stage else newest.step
     complete = newest.step >= config.steps or (bool(stages) and stage >= len(stages))
     ended = complete and _summarized_step(path) == newest.step
-    return Start("finished" if ended else "resume", newest.step, notes, stage, force)
+    return Start("finished" if ended else "resume", newest.step, notes, stage, began, force)
 
 
 def _refuse_other_arrays(
@@ -128,13 +134,27 @@ def saved_settings(path: Path) -> dict[str, Any] | None:
 
 
 def changed_settings(before: Mapping[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> (value before, value now) of the settings that differ. Settings that only one side has are left out: a
-    kind without settings has no `.kind`, other kinds have other settings, and versions add some."""
+    """Name -> (value before, value now) of the settings that differ, None for a section that one side leaves out. Other
+    settings that only one side has are not compared: a kind without settings has no `.kind`, other kinds have other
+    settings, and versions add some."""
     old, new = (
         {name.removesuffix(".kind"): value for name, value in settings.items()}
         for settings in (before, dict(flatten(yaml.safe_load(dump_yaml(config)))))
     )
-    return {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+    changed = {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+    for section in absent_sections(type(config)):
+        sides = tuple(_settings_of(section, settings) for settings in (old, new))
+        if before and (sides[0] is None) != (sides[1] is None):
+            changed[section] = sides
+    return changed
+
+
+def _settings_of(section: str, values: Mapping[str, Any]) -> Any:
+    """What is set in a section: its value, or name -> value of its settings; None if it is left out."""
+    below = {
+        name.removeprefix(f"{section}."): value for name, value in values.items() if name.startswith(f"{section}.")
+    }
+    return values.get(section, below or None)
 
 
 def _may_change(name: str) -> bool:
@@ -184,18 +204,19 @@ def _holds_run(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path, config: Any) -> Iterator[Path]:
-    """`locked`, followed by `describe_run`."""
-    with locked(path):
-        describe_run(path, config)
+def opened(path: Path, config: Any, option: str = "--run_dir") -> Iterator[Path]:
+    """`locked`, followed by `describe_run`. `option` names the directory on the command line."""
+    with locked(path, option):
+        describe_run(path, config, option)
         yield path
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, option: str = "--run_dir") -> Iterator[None]:
     """Creates and locks the directory; changes no file of a run that is already there.
 
-    A start that fails with a ConfigError leaves the disk as it was, unless a checkpoint was saved.
+    A start that fails with a ConfigError, or before the run is described, leaves the disk as it was, unless a
+    checkpoint was saved.
 
     Raises:
         ConfigError: Another process uses the directory, or it cannot be written.
@@ -207,25 +228,26 @@ def locked(path: Path) -> Iterator[None]:
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / "lock", "a+")  # noqa: SIM115 (open for the length of the run)
     except OSError as error:
-        raise ConfigError(f"run directory {path} cannot be written ({error}); choose another with --run_dir") from error
+        raise ConfigError(f"directory {path} cannot be written ({error}); choose another with {option}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.seek(0)
         owner = lock.read().strip() or "unknown"
         lock.close()
-        raise ConfigError(f"another run (process {owner}) is writing to {path}; choose another --run_dir") from error
+        raise ConfigError(f"another run (process {owner}) is writing to {path}; choose another {option}") from error
     try:
         yield
-    except ConfigError:
-        if saved == set((path / "checkpoints").glob("step_*")):
+    except Exception as error:
+        refused = isinstance(error, ConfigError) or not (path / CONFIG_FILE).exists()
+        if refused and saved == set((path / "checkpoints").glob("step_*")):
             _undo(path, new, before)
         raise
     finally:
         lock.close()
 
 
-def describe_run(path: Path, config: Any) -> None:
+def describe_run(path: Path, config: Any, option: str = "--run_dir") -> None:
     """Writes the process that holds the lock, `config.yaml` and `environment.json`.
 
     Raises:
@@ -236,7 +258,7 @@ def describe_run(path: Path, config: Any) -> None:
         write_whole(path / CONFIG_FILE, dump_yaml(config))
         write_whole(path / "environment.json", json.dumps(environment(), indent=1))
     except OSError as error:
-        raise ConfigError(f"run directory {path} cannot be written ({error}); choose another with --run_dir") from error
+        raise ConfigError(f"directory {path} cannot be written ({error}); choose another with {option}") from error
 
 
 def write_whole(path: Path, text: str) -> None:

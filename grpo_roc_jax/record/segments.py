@@ -42,7 +42,7 @@ def segments(record: TraceRecord) -> list[Segment]:
     parts: list[Segment] = []
     context = list(record.context)
     observed = ["".join(r.shown or r.observation for r in turn.results) for turn in trajectory.turns if turn.results]
-    given = context or [record.problem.prompt, *observed]
+    given = context or [record.problem.prompt + trajectory.opening, *observed]
     text_index = 0
     for start, end, policy in runs_of(trajectory.policy_mask):
         if policy:

@@ -6,10 +6,10 @@ renamed. Text and numbers are plain JSON. Per-token arrays are base64 of their r
 policy tokens alone, where a method scores its trajectories before the update. `read_trace` restores the exact values.
 
 Fields of a line: step, group (index of the problem in the step), problem, sample, condition, temperature,
-prompt_length, stop, fault (what failed outside the policy, if anything did), seconds, turns (text, calls, results),
-tokens, policy_mask, logprobs, versions, context (texts that the policy did not write: prompt, observations), verdict,
-penalties, kept, why, advantage (of the policy tokens; `advantages` if they differ). `record.index` writes an index
-beside the log, which lists and filters read.
+prompt_length, opening (what an environment appended to the problem, if anything), stop, fault (what failed outside the
+policy, if anything did), seconds, turns (text, calls, results), tokens, policy_mask, logprobs, versions, context (texts
+that the policy did not write: prompt, observations), verdict, penalties, kept, why, advantage (of the policy tokens;
+`advantages` if they differ). `record.index` writes an index beside the log, which lists and filters read.
 """
 
 import json

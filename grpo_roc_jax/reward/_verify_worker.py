@@ -129,7 +129,41 @@ def _parse(text: str) -> list:
     from math_verify import LatexExtractionConfig, parse
 
     targets = [LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True))]
-    return parse("\\boxed{" + text + "}", targets, parsing_timeout=None, fallback_mode="no_fallback")
+    values = parse("\\boxed{" + text + "}", targets, parsing_timeout=None, fallback_mode="no_fallback")
+    return [_dependent(value) for value in values]
+
+
+def _dependent(value):
+    """An expression where dy/dx is one name, and a_i in a sum over i a function of i.
+
+    The library takes y and a_i for constants, so that dy/dx is 0 and the sum is n a_i.
+    """
+    from sympy import Derivative, E, Function, I, Limit, Product, Sum, Symbol
+    from sympy.core.relational import Relational
+
+    if not hasattr(value, "atoms"):
+        return value
+    names = {
+        part: Symbol(str(part), real=True)
+        for part in value.atoms(Derivative)
+        if not part.expr.free_symbols & set(part.variables) and (part.expr.free_symbols or part.expr.has(E, I))
+    }
+    value = value.xreplace(names) if names else value
+    indices = {limits[0].name: limits[0] for part in value.atoms(Sum, Product) for limits in part.limits}
+    indices |= {part.args[1].name: part.args[1] for part in value.atoms(Limit) if part.args[1].is_Symbol}
+    counted = {}
+    for name in value.atoms(Symbol):
+        base, _, subscript = name.name.partition("_")
+        if by := [indices[letter] for letter in subscript if letter in indices]:
+            pattern = "".join("#" if letter in indices else letter for letter in subscript)
+            counted[name] = Function(f"{base}_{pattern}")(*by)
+    if not counted:
+        return value
+    value = value.xreplace(counted).as_dummy()  # an index has any name
+    value = value.xreplace({name: Symbol(name.name, real=True) for name in value.free_symbols})
+    if isinstance(value, Relational):  # two equations that it cannot solve are equal to the library
+        value = value.xreplace({part: Symbol(str(part), real=True) for part in value.atoms(Sum, Product, Limit)})
+    return value
 
 
 def _zeros(value) -> int:

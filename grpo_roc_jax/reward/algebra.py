@@ -15,6 +15,7 @@ def for_library(tokens: Sequence[Token], *, strict: bool) -> str:
     text = _OVER_FUNCTION.sub(r"(\1)/", text)
     text = text.replace("^{T}", "^{(T)}")  # alone the library takes it for a transpose and drops it
     text = REPEATING_IN_TEXT.sub(lambda match: _as_fraction(repeating_value(match), match.group()), text)
+    text = _FACTOR.sub(r"\\cdot(", text)
     text = BASED_IN_TEXT.sub(_in_decimal, text)
     text = re.sub(r"([0-9]++(?:\.[0-9]++)?)°", r"\\frac{\1\\pi}{180}", text)
     text = text.replace("°", r"\frac{\pi}{180}")
@@ -27,6 +28,12 @@ _OVER_FUNCTION = re.compile(
     r"(\\(?:ln|log(?:_\{[0-9a-z]{1,9}\})?|sin|cos|tan)\s?(?:[0-9]{1,20}|[a-z]))/(?=\\(?:ln|log|sin|cos|tan)(?![a-z]))"
 )
 r"""`\ln 3/\ln 2` is a quotient of logarithms, and not the logarithm of one."""
+
+
+_FACTOR = re.compile(
+    r"(?<=[0-9)])\((?=(?:[0-9]{1,500}+(?:\.[0-9]{1,500}+)?|\\frac\{[0-9]{1,500}+\}\{[0-9]{1,500}+\})\))"
+)
+"""A number in parentheses after a number is a factor; the library adds it, as in 3 1/2."""
 
 
 def _as_names(tokens: Sequence[Token]) -> list[Token]:
@@ -89,8 +96,59 @@ def without_arrows(answer: str, gold: str) -> tuple[str, str]:
     return _ARROW.sub(r"\1", answer), _ARROW.sub(r"\1", gold)
 
 
+_OPERAND = r"(?:\\(?:vec|overrightarrow|hat|widehat)\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z])(?:_\{[^{}]*\}|')*"
+_CROSS = re.compile(rf"(^-|)(?:\(({_OPERAND})\\times ?({_OPERAND})\)|({_OPERAND})\\times ?({_OPERAND}))")
+_CROSS_OF_MORE = re.compile(r"(?<![0-9])(?<![0-9]\})\\times ?(?![0-9]|\\frac)")
+_CAPITALS = re.compile(r"(?<![A-Za-z\\])[A-Z](?:_\{[^{}]*\})?\\times ?[A-Z](?![A-Za-z])")
+_VECTOR = r"\\(?:vec|overrightarrow|mathbf|boldsymbol|bm|pmb)(?:\s?[A-Za-z]|\s?\{\s?\\?[A-Za-z]{1,8}\s?\})"
+CROSSED = re.compile(
+    rf"(?:{_VECTOR}(?:_\w|_\{{[^{{}}]{{0,20}}\}}|')?|\\nabla)\s?(?:\\times(?![A-Za-z])|×)"
+    rf"|(?:\\times|×)\s?(?:{_VECTOR}|\\nabla)(?![A-Za-z])"
+)
+r"""A cross product of vectors in LaTeX, whose `\times` is no multiplication of numbers."""
+
+
+def without_cross_products(answer: str, gold: str, *, vectors: bool) -> tuple[str, str] | None:
+    r"""The texts with one letter for each cross product, negative in the other order; None if a larger one is left.
+
+    The library takes them for products of numbers. Capitals around `\times` in both texts are vectors or sets too.
+    """
+    if not vectors and not (_CAPITALS.search(answer) and _CAPITALS.search(gold)):
+        return answer, gold
+    spare, letters = _spare_letters(answer + gold), dict[tuple[str, str], str]()
+
+    def replace(match: re.Match) -> str:
+        sign, *names = match.groups()
+        first, second = filter(None, names)
+        if (letter := letters.get((second, first))) is not None:
+            return letter if sign else f"(-{letter})"
+        if (first, second) not in letters and spare:
+            letters[first, second] = spare.pop(0)
+        return sign + letters[first, second] if (first, second) in letters else match.group()
+
+    answer, gold = (_CROSS.sub(replace, text) for text in (answer, gold))
+    plain = re.sub(r"_\{[^{}]*\}", "", f"{answer} {gold}")
+    return None if _CROSS_OF_MORE.search(plain) else (answer, gold)
+
+
+_INVERSE = re.compile(r"(?<![A-Za-z\\])([f-hF-H])\^\{-1\}(?=\()")
+
+
+def without_inverses(answer: str, gold: str) -> tuple[str, str]:
+    r"""The texts with one letter for each `f^{-1}(x)`, which the library takes for 1/f(x)."""
+    names = dict.fromkeys(_INVERSE.findall(answer + gold))
+    letters = dict(zip(names, _spare_letters(answer + gold), strict=False))
+    return tuple(_INVERSE.sub(lambda match: letters.get(match[1], match[0]), text) for text in (answer, gold))
+
+
 _NAME = re.compile(r"\\text\{[^{}]*\}|\\(?:begin|end|operatorname|mathbb)\{[^{}]*\}|\\([A-Za-z]+)|([A-Za-z])('*)")
 _SPARE = "qvwzkrupsjtybcmnax"
+
+
+def _spare_letters(text: str) -> list[str]:
+    """Letters that occur nowhere in a text."""
+    used = set(text.lower())
+    return [letter for letter in _SPARE if letter not in used]
 
 
 def distinct_names(answer: str, gold: str) -> tuple[str, str]:

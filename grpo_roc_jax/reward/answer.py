@@ -225,6 +225,7 @@ _IN_TEXT = re.compile(r"\\text(?:bf|it|rm|sf)?\{([^{}\n]{0,40}\banswer\b[^{}\n]{
 r"""\text{The answer is } 42"""
 _PICTURES = re.compile("[\u2600-\u27bf\U0001f300-\U0001faff\ufe0f]+")
 _GAP = re.compile(r"\s{1,40}")
+_BULLET, _NEXT_BULLET = re.compile(r"[-*+•]\s{1,8}"), re.compile(r"\s{0,40}[-*+•]\s")
 
 
 def _lenient_answer(text: str, blocks: list[str], tag: str) -> str | None:
@@ -273,16 +274,21 @@ def _alone(text: str) -> str | None:
 def _value(text: str, start: int) -> tuple[str | None, int]:
     """(the answer from a position on, where its sentence ends).
 
-    It ends with its sentence or clause, and stands in the next line if the rest of this one is empty. None for a
-    question, a denial, or a remark about the answer.
+    It ends with its sentence or clause, and stands in the next line if the rest of this one is empty, after a bullet or
+    without one. None for a question, a denial, a remark about the answer, or several bullets.
     """
     if gap := _GAP.match(text, start):
         start = gap.end()
+    line = text[text.rfind("\n", 0, start) + 1 : start].strip()
+    bullet = _BULLET.match(text, start) if not line else None
+    start = bullet.end() if bullet else start
     formula = _FORMULA.match(text, start)
     end = _END.search(text, formula.end() if formula else start)
     after = end.end() if end else len(text)
     if end is not None and end.group() in ("?", "？"):
         return None, after
+    if (bullet or line == "*") and _NEXT_BULLET.match(text, after):
+        return None, after  # a list
     value = text[start : end.start() if end else len(text)][:LONGEST_ANSWER]
     body, rest = (text[start : formula.end()], value[formula.end() - start :]) if formula else ("", value)
     if _CONDITION.search(rest):

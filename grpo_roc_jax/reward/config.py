@@ -1,9 +1,12 @@
 """Settings of the reward stage: reward functions by kind, and how answers are read."""
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
+from grpo_roc_jax.hints.other_names import CONTRIB_METHODS
+from grpo_roc_jax.settings.callables import passed
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind, settings
 from grpo_roc_jax.types import Problem, Trajectory
 
@@ -24,6 +27,21 @@ class Reward(Axis, axis="reward.functions"):
     def name(self) -> str:
         """Name of its channel."""
         return self.kind
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        name = value.get("kind") if isinstance(value, Mapping) else value
+        if isinstance(name, str) and name not in cls.kinds and ":" not in name and passed(name) is None:
+            _import_further_kinds()
+        return super().read(value)
+
+
+def _import_further_kinds() -> None:
+    """Registers the reward functions of other modules, which a configuration of a whole run registers when it is
+    imported."""
+    importlib.import_module("grpo_roc_jax.reward.graded")
+    if CONTRIB_METHODS.is_dir():
+        importlib.import_module("grpo_roc_jax.contrib.methods")
 
 
 @kind("answer")

@@ -89,6 +89,8 @@ class Equation(Form):
     value: Form = Form(())
     simple: bool = True
     """The name is a variable, a function of one, or a sum of variables."""
+    sides: tuple[Form, ...] = ()
+    """All sides of a chain a = b = c, without numbers between that equal the last one; empty for two sides."""
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,7 @@ _MARKUP = set(
 _COLOURED = {"color": 1, "textcolor": 1, "colorbox": 1, "fcolorbox": 2, "href": 1, "raisebox": 1}
 _ARGUMENT_DROPPED = {"hspace", "vspace", "label", "tag", "phantom", "hphantom", "vphantom", "kern", "ref"}
 _DELIMITERS = {"left", "right", "middle"}
+_ALIGNED = {"aligned", "align", "alignedat", "alignat", "split", "gathered", "gather"}
 _SYNONYMS = {
     "leq": "le", "geq": "ge", "leqslant": "le", "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">", "dfrac": "frac",
     "tfrac": "frac", "cfrac": "frac", "sfrac": "frac", "nicefrac": "frac", "dbinom": "binom", "tbinom": "binom",
@@ -233,6 +234,8 @@ class _Cleaner:
         self.dropping = 0
         """Depth of groups inside a dropped argument."""
         self.delimiter = False
+        self.aligned = 0
+        """Open environments whose `&` only aligns lines."""
         for match in _TOKEN.finditer(text):
             self._read(match.lastgroup or "", match.group(match.lastgroup or 0), match)
 
@@ -240,6 +243,8 @@ class _Cleaner:
         if self.tokens and self.tokens[-1].text == r"\not":
             text, roman = _denied(text), False
             self.gap = self.tokens.pop().gap
+        if self.aligned > 0 and text == "=" and self.tokens and self.tokens[-1].text == r"\\":
+            self.tokens.pop()  # an equation goes on in the next line
         self.tokens.append(Token(text, self.gap, self.roman if roman is None else roman))
         self.gap = False
 
@@ -316,8 +321,15 @@ class _Cleaner:
         last = self.tokens[-1] if self.tokens and not self.gap else Token(" ")
         return "." in last.text and (last.is_number or (last.text == "." and self.tokens[-2:-1] != []))
 
+    def _after_number(self) -> bool:
+        """Whether the text so far ends with a number that is no subscript."""
+        before = [token.text for token in self.tokens[-2:]]
+        return bool(before) and not self.gap and self.tokens[-1].is_number and before[0] != "_"
+
     def _environment(self, text: str) -> None:
         command, _, name = text.rstrip("}").replace("*", "").partition("{")
+        if name in _ALIGNED:
+            self.aligned += 1 if command.strip() == "begin" else -1
         if name.endswith("matrix") or name in ("cases", "array"):
             self.emit(rf"\{command.strip()}{{{name}}}", roman=False)
             self.awaited = ["drop"] if (command.strip(), name) == ("begin", "array") else []
@@ -351,12 +363,17 @@ class _Cleaner:
                 self.emit("^")  # Python's power, with spaces on both sides or on none
             else:
                 self.bold = not self.bold
+        elif text == "&" and self.aligned > 0:
+            pass
+        elif text == "!=" and self._after_number():
+            self.emit("!")  # 5!=120
+            self.emit("=")
         elif text != '"':
             self.emit(_ASCII.get(text, text))
 
 
 class _Bracer:
-    r"""One pass over tokens: braces around every argument, ° for `^\circ`, `\frac` for `\over`."""
+    r"""One pass over tokens: braces around arguments, ° for `^\circ`, `\frac` for `\over`, `\binom` for `\choose`."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.tokens = tokens
@@ -424,12 +441,15 @@ class _Bracer:
             _, self.needed, self.command = self.opened.pop()
 
     def _over(self, index: int) -> bool:
-        r"""`{a \over b}` as `\frac{a}{b}`."""
-        if self.texts[index] != r"\over" or not self.opened or self.opened[-1][0] != "dropped":
+        r"""`{a \over b}` as `\frac{a}{b}`, `{n \choose k}` and `n \choose k` as `\binom{n}{k}`."""
+        command = {r"\over": r"\frac", r"\choose": r"\binom"}.get(self.texts[index])
+        alone = command == r"\binom" and not self.opened and all(token.text not in "=,;" for token in self.out)
+        if command is None or not (alone or (self.opened and self.opened[-1][0] == "dropped")):
             return False
-        self.out[self.opened[-1][1]] = Token(r"\frac{")
-        self.opened[-1] = ("}", 0, "")
-        self.out.append(Token("}{"))
+        start = 0 if alone else self.opened.pop()[1]
+        self.out[start : start + (not alone)] = [Token(command), Token("{")]
+        self.opened.append(("converted" if alone else "}", 0, ""))
+        self.out.extend((Token("}"), Token("{")))
         return True
 
     def _opens(self, index: int) -> bool:

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from grpo_roc_jax.reward import words as vocabulary
-from grpo_roc_jax.reward.algebra import distinct_names, for_library, without_arrows, without_constant
+from grpo_roc_jax.reward.algebra import (
+    CROSSED,
+    distinct_names,
+    for_library,
+    without_arrows,
+    without_constant,
+    without_cross_products,
+    without_inverses,
+)
 from grpo_roc_jax.reward.forms import (
     Approximation,
     Based,
@@ -30,7 +38,7 @@ from grpo_roc_jax.reward.forms import (
     Relation,
     Words,
 )
-from grpo_roc_jax.reward.latex import Token, render, tokenize
+from grpo_roc_jax.reward.latex import Token, render, split, tokenize
 from grpo_roc_jax.reward.magnitude import too_large
 from grpo_roc_jax.reward.magnitude import value as decimal_value
 from grpo_roc_jax.reward.numbers import (
@@ -131,7 +139,8 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
         return True
     if not tokens or not reference:
         return False
-    rules, target = _Rules(strict), read(reference)
+    vectors = any(CROSSED.search(text) for text in (answer, gold))
+    rules, target = _Rules(strict, vectors=vectors), read(reference)
     goals = [rules.equal(read(tokens), target)]
     if _has_decimal_comma(tokens, target):
         goals.append(rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target))
@@ -207,8 +216,8 @@ def split_unit(answer: str) -> tuple[str, str]:
 class _Rules:
     """Equality of forms under one setting."""
 
-    def __init__(self, strict: bool) -> None:
-        self.strict = strict
+    def __init__(self, strict: bool, *, vectors: bool = False) -> None:
+        self.strict, self.vectors = strict, vectors
 
     def equal(self, form: Form, gold: Form) -> Goal:
         """Whether an answer's form equals that of the reference."""
@@ -228,6 +237,8 @@ class _Rules:
             and not isinstance(gold, Equation)
         ):
             return False
+        if (isinstance(form, Relation) or isinstance(gold, Relation)) and (_of_numbers(form) or _of_numbers(gold)):
+            return False  # 5! = 120 and 5 < 7 are both true to the library
         return self._expressions(form, gold)
 
     # -- letters
@@ -271,7 +282,15 @@ class _Rules:
     # -- x = 5
 
     def _equations(self, form: Form, gold: Form) -> Goal | None:
+        chains = [side for side in (form, gold) if isinstance(side, Equation) and side.sides]
+        if len(chains) == 2:
+            if all(any(side.text == r"\ldots" for side in chain.sides) for chain in chains):
+                return _every([self.equal(form.sides[at], gold.sides[at]) for at in (0, -1)])  # a_1 = ... = a_n
+            return self._any_order(form.sides, gold.sides, self.equal)
+        linked = bool(chains) and _says_more(chains[0])
         if isinstance(form, Equation) and isinstance(gold, Equation):
+            if linked:
+                return self._systems(form, gold) or False
             if form.name == gold.name:
                 return self.equal(form.value, gold.value)
             values = [value.value if isinstance(value, Quantity) else None for value in (form.value, gold.value)]
@@ -281,15 +300,18 @@ class _Rules:
         system = self._systems(form, gold)
         if system is not None:
             return system
+        if linked and (_is_open_name(chains[0].value) or not (chains[0].simple or _has_value(chains[0].value))):
+            return False
         if isinstance(form, Equation) and not isinstance(gold, Relation):
-            plain = form.simple or not self.strict
+            solved = _UNSOLVED.fullmatch(form.name) is None or not _has_value(form.value)
+            plain = form.simple or (solved and not self.strict)
             return self.equal(form.value, gold) if plain else False
         if isinstance(gold, Equation) and not isinstance(form, Relation):
             return self.equal(form, gold.value) if gold.simple or not self.strict else False
         return None
 
     def _systems(self, form: Form, gold: Form) -> Goal | None:
-        """x=1, y=2 as a set of equations, and as the pair (1,2)."""
+        """x=1, y=2 as a set of equations, and as the pair (1,2); x_1=1, x_2=2 as the solutions 2,1 too."""
         named, reference = _assignments(form), _assignments(gold)
         if named is None and reference is None:
             return None
@@ -309,6 +331,9 @@ class _Rules:
             return None
         if other.kind == "list" and any(isinstance(item, Equation) for item in other.items):
             return None
+        numbered = [_NUMBERED.fullmatch(name) for name in values]
+        if other is gold and other.kind == "list" and all(numbered) and len({match[1] for match in numbered}) == 1:
+            return self._any_order(ordered, other.items, self.equal)
         pairs = zip(ordered, other.items, strict=True)
         return _every([self.equal(a, b) if named is not None else self.equal(b, a) for a, b in pairs])
 
@@ -364,7 +389,7 @@ class _Rules:
             pairs = zip(form.rows, gold.rows, strict=True)
             return _every([self._in_order(row, target) for row, target in pairs])
         if isinstance(form, Cases) and isinstance(gold, Cases):
-            return self._any_order(form.rows, gold.rows, self._in_order)
+            return self._any_order(form.rows, gold.rows, self._case)
         if isinstance(form, Items) and isinstance(gold, Items):
             return self._collections(form, gold)
         for items, other in ((form, gold), (gold, form)):
@@ -416,6 +441,13 @@ class _Rules:
         if "set" in kinds:
             return False
         return self._in_order(form.items, gold.items)
+
+    def _case(self, row: Sequence[Form], target: Sequence[Form]) -> Goal:
+        """Whether two rows of a definition by cases are equal; by default `otherwise` is any condition."""
+        rest = any(isinstance(side[-1], Words) and side[-1].phrase in ("otherwise", "else") for side in (row, target))
+        if rest and len(row) == len(target) == 2 and not self.strict:
+            return self.equal(row[0], target[0])
+        return self._in_order(row, target)
 
     def _in_order(self, items: Sequence[Form], targets: Sequence[Form]) -> Goal:
         if len(items) != len(targets):
@@ -662,7 +694,10 @@ class _Rules:
             answer, gold = (re.sub(r"\\log(?![a-z_])", r"\\ln", text) for text in (answer, gold))
         if sorted(_COMPARING.findall(answer)) != sorted(_COMPARING.findall(gold)):
             return False  # the library reads over these
-        answer, gold = distinct_names(answer, gold)
+        crossed = without_cross_products(answer, gold, vectors=self.vectors)
+        if crossed is None:
+            return False
+        answer, gold = distinct_names(*without_inverses(*crossed))
         return True if answer == gold else ("same", answer, gold)
 
 
@@ -743,9 +778,51 @@ def _close(form: Approximation) -> bool:
     return float(abs(values[0] - values[1])) < size
 
 
+_UNKNOWN = r"(?:[A-Za-z]|\\(?!pi)[a-z]+)(?:_\{[^{}]*\})?"
+_RATIONAL = r"(?:[0-9.]{1,500}|\\frac\{[0-9]{1,500}\}\{[0-9]{1,500}\})"
+_UNSOLVED = re.compile(
+    rf"-?(?:{_RATIONAL}(?:\\cdot ?)?)?{_UNKNOWN}(?:[+-]{_RATIONAL})?|{_RATIONAL}[+-]{_RATIONAL}?{_UNKNOWN}"
+    rf"|-?(?:\\frac\{{(?:{_RATIONAL}?{_UNKNOWN}\}}\{{{_RATIONAL}|{_RATIONAL}\}}\{{{_UNKNOWN})\}}|{_RATIONAL}/{_UNKNOWN})"
+    rf"|e\^\{{{_UNKNOWN}\}}"
+)
+r"""The left side of an equation that is still to be solved, such as 2x = 4 or 3 - x = 4; `x^2+\frac{1}{x^2} = 7` and
+`\sin x = 1` may be what was asked for."""
+
+_NUMBERED = re.compile(r"(\\[a-z]+|[A-Za-z])_\{[0-9]{1,3}\}")
+_OPEN_NAME = re.compile(
+    r"(?:m?\\angle ?)?(?:\\[A-Za-z]+|(?:[A-Za-z]|[A-Z]{2,4}|\\text\{[^{}]*\})(?:\([^()]*\))?)"
+    r"(?:_\{[^{}]*\}(?:\([^()]*\))?|')*"
+)
+
+
+def _is_open_name(form: Form) -> bool:
+    """Whether a side of an equation is a variable, a value of a function, or the name of a figure, and no number."""
+    return _OPEN_NAME.fullmatch(render(form.tokens)) is not None and decimal_value(form.tokens) is None
+
+
+def _says_more(chain: Equation) -> bool:
+    """Whether a = b = c says something of b, and is no computation of a in steps."""
+    formulas = not chain.simple and not _has_value(chain.value)
+    return formulas or any(map(_is_open_name, chain.sides[1:-1]))
+
+
+def _of_numbers(form: Form) -> bool:
+    """Whether a statement has numbers on all sides."""
+    signs = [at for at, token in enumerate(form.tokens) if token.text in ("=", "<", ">", r"\le", r"\ge", r"\ne")]
+    return all(decimal_value(part) is not None for part in split(form.tokens, signs))
+
+
+def _named(equation: Equation) -> dict[str, Form] | None:
+    """{x: 2, y: 2} of x = y = 2, {x: 2} of x = 1 + a = 2; None for a formula on its left."""
+    names = [equation.name, *(side.text for side in equation.sides[1:-1] if _is_open_name(side))]
+    return dict.fromkeys(names, equation.value) if equation.simple else None
+
+
 def _assignments(form: Form) -> dict[str, Form] | None:
-    """{x: 1, y: 2} of x=1, y=2 and of (x,y)=(1,2); None for anything else."""
+    """{x: 1, y: 2} of x=1, y=2 and of (x,y)=(1,2), {x: 2, y: 2} of x=y=2; None for anything else."""
     if isinstance(form, Equation):
+        if form.sides:
+            return named if (named := _named(form)) and len(named) > 1 else None
         names = re.fullmatch(r"\(([a-zA-Z](?:,[a-zA-Z])+)\)", form.name)
         if names and isinstance(form.value, Items) and form.value.kind in ("tuple", "list"):
             keys = names.group(1).split(",")
@@ -753,10 +830,11 @@ def _assignments(form: Form) -> dict[str, Form] | None:
         return None
     if not isinstance(form, Items) or form.kind not in ("list", "set") or len(form.items) < 2:
         return None
-    if not all(isinstance(item, Equation) and item.simple for item in form.items):
+    parts = [_named(item) if isinstance(item, Equation) else None for item in form.items]
+    if None in parts:
         return None
-    named = {item.name: item.value for item in form.items if isinstance(item, Equation)}
-    return named if len(named) == len(form.items) else None
+    named = {name: value for part in parts for name, value in part.items()}
+    return named if len(named) == sum(map(len, parts)) else None
 
 
 def _closed_pair(region: Region) -> tuple[Form, Form] | None:
@@ -781,6 +859,10 @@ def _distinct(items: Sequence[Form]) -> list[Form]:
 
 def _is_number(form: Form) -> bool:
     return isinstance(form, Quantity) and form.value is not None
+
+
+def _has_value(form: Form) -> bool:
+    return _is_number(form) or decimal_value(form.tokens) is not None
 
 
 def _is_one_name(form: Quantity) -> bool:

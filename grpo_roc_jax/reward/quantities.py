@@ -217,7 +217,8 @@ def _as_tokens(number: Fraction) -> list[Token]:
 def _words_before(tokens: list[Token]) -> tuple[list[Token], list[str]]:
     """(the tokens from the expression on, the words before it); a sign in words is part of the expression."""
     before: list[str] = []
-    start, last = 0, ""
+    said: list[str] = []
+    start = 0
     while start + 1 < len(tokens):
         token, following = tokens[start], tokens[start + 1]
         if not (is_word(token) or (token.text in ("a", "A") and is_noun(following))):
@@ -226,13 +227,17 @@ def _words_before(tokens: list[Token]) -> tuple[list[Token], list[str]]:
         start += 1
         if word in ("minus", "negative"):
             return [Token("-"), *tokens[start:]], before
+        said.append(word)
+        if word in vocabulary.COPULAS:
+            before = [word for word in before if word != "inverse"]  # the square of the distance is 5
+        elif vocabulary.operates(said):
+            before.append("inverse")  # the square of 5 is not 5
         if word not in vocabulary.HEDGES and word != "plus":
             before.append(word)
-        elif word == "of" and last in vocabulary.OPERATIONS_OF:
-            before.append("inverse")  # the square of 5 is not 5
-        last = word
         if following.text in (":", "-", ",") and start + 1 < len(tokens):
             start += 1
+    if said[-1:] == ["from"]:
+        before.append("inverse")  # any integer from 5
     return tokens[start:], before
 
 
@@ -388,7 +393,7 @@ class _Tail:
 
     def _units(self, tokens: Sequence[Token]) -> tuple[Sequence[Token], int, bool]:
         """(the tokens after the units, the power announced by `square`, whether a division is open)."""
-        index, power, divided = 0, 1, False
+        index, power, divided, grouped = 0, 1, False, False
         while index < len(tokens):
             token, text = tokens[index], tokens[index].text
             word = text.lower()
@@ -407,9 +412,13 @@ class _Tail:
                 index += 1
             elif word == "per" or text == "/":
                 divided = True
+            elif divided and not grouped and text == "(" and vocabulary.unit_symbol(following) is not None:
+                grouped = True  # J/(mol K)
+            elif grouped and text == ")":
+                divided = grouped = False
             elif token.is_name and (word != "in" or following in ("", "^")) and (unit := vocabulary.unit_symbol(text)):
                 self._add(unit, power, divided)
-                power, divided = 1, False
+                power, divided = 1, grouped
             elif text == "^" and self.powers and (exponent := _exponent(tokens[index : index + 5])):
                 self._raise(exponent)
                 index += 4 if exponent < 0 else 3

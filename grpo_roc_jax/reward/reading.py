@@ -5,11 +5,11 @@ about expressions. What has no form of its own is an expression.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 from grpo_roc_jax.reward import words as vocabulary
 from grpo_roc_jax.reward.forms import (
@@ -57,6 +57,7 @@ def read(tokens: Sequence[Token], *, nesting: int = 0) -> Form:
         _several_units,
         _in_words,
         _outward,
+        _out_of,
         _several,
         _relation,
         _union,
@@ -85,6 +86,8 @@ def _trimmed(tokens: Sequence[Token]) -> list[Token]:
         start, end = start + 1, end - 1
     while end > start and tokens[end - 1].text in (".", ",", ";", ":") and tokens[end - 2].text != ".":
         end -= 1
+    if end - start == 2 and _lower(tokens[-1 + end]) == "only" and _STATEMENT.fullmatch(tokens[start].text):
+        end -= 1  # I only
     head = start
     while head < end and tokens[head].is_name and tokens[head].text.lower() in vocabulary.HEDGES:
         if len(tokens[head].text) == 1 and not (head + 1 < end and is_noun(tokens[head + 1])):
@@ -97,6 +100,9 @@ def _trimmed(tokens: Sequence[Token]) -> list[Token]:
     while start < end and tokens[start].text in (r"\approx", r"\sim", r"\cong", "="):
         start += 1
     return tokens[start:end]
+
+
+_STATEMENT = re.compile(r"[IVX]{1,4}|[A-J]")
 
 
 def _lower(token: Token) -> str:
@@ -370,21 +376,28 @@ def _mixed(parts: list[list[Token]]) -> list[Token] | None:
 
 
 def _plus_minus(tokens: Sequence[Token], again: _Again) -> Form | None:
-    r"""a \pm b as a + b and a - b; equal signs at every `\pm`, opposite ones at `\mp`."""
+    r"""a \pm b as a + b and a - b. Several `\pm` have any signs (`\pm 1\pm 2` are four numbers, `(\pm 1,\pm 1)`
+    four points), but the same ones beside an `\mp`, which has the opposite sign, on both sides of an equation, and in
+    `(1\pm a, 2\pm b)`."""
     signs = [token.text for token in tokens if token.text in (r"\pm", r"\mp")]
     if not signs or _at_top(tokens, {"<", ">", r"\le", r"\ge"}):
         return None
+    equality = _at_top(tokens, {"="})
+    both_sides = bool(equality) and any(token.text == r"\pm" for token in tokens[: equality[-1]])
+    added = any(token.text == r"\pm" and before.text not in "({=," for before, token in pairwise(tokens))
+    related = both_sides or r"\mp" in signs or (added and any(token.text == "," for token in tokens))
+    free = not related and len(signs) <= _FREE_SIGNS
     forms = []
-    for plus, minus in (("+", "-"), ("-", "+")):
-        swapped = {r"\pm": plus, r"\mp": minus}
-        changed = [token._replace(text=swapped.get(token.text, token.text)) for token in tokens]
+    for chosen in product("+-", repeat=len(signs)) if free else [[sign] * len(signs) for sign in "+-"]:
+        given = iter(chosen)
+        changed = [token._replace(text=_signed(token.text, given)) for token in tokens]
         leading = [
             token
             for index, token in enumerate(changed)
-            if not (token.text == "+" and (index == 0 or changed[index - 1].text in ("=", "(", "{")))
+            if not (token.text == "+" and (index == 0 or changed[index - 1].text in ("=", "(", "{", ",")))
         ]
-        forms.append(again(leading))
-    if all(isinstance(form, Equation) for form in forms):
+        forms.append(_as_difference(again(leading)))
+    if len(forms) == 2 and all(isinstance(form, Equation) and not form.sides for form in forms):
         first, second = forms
         return Equation(
             tuple(tokens), first.name, Items(tuple(tokens), "list", (first.value, second.value)), first.simple
@@ -392,10 +405,27 @@ def _plus_minus(tokens: Sequence[Token], again: _Again) -> Form | None:
     return Items(tuple(tokens), "list", tuple(forms))
 
 
+_FREE_SIGNS = 3
+
+
+def _signed(text: str, signs: Iterator[str]) -> str:
+    if text not in (r"\pm", r"\mp"):
+        return text
+    sign = next(signs)
+    return sign if text == r"\pm" else "-" if sign == "+" else "+"
+
+
+def _as_difference(form: Form) -> Form:
+    r"""3-1 of 3 \pm 1, which is no score."""
+    if isinstance(form, Equation):
+        return replace(form, value=_as_difference(form.value))
+    return quantity(form.tokens) if isinstance(form, Joined) else form
+
+
 # ---- relations -----------------------------------------------------------------------------------------------------
 
 _SIMPLE_NAME = re.compile(
-    r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\}|'|\([^()]*\)|\^\{\(?(?:-1|[a-z]\)?)\})*(?:[+-](?:[0-9]*\\?[A-Za-z]+)(?:_\{[^{}]*\})?)*"
+    r"(?!e\^)(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\}|'|\([^()]*\)|\^\{\(?(?:-1|[a-z]\)?)\})*(?:[+-](?:[0-9]*\\?[A-Za-z]+)(?:_\{[^{}]*\})?)*"
 )
 _NAME_ALONE = re.compile(r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?:_\{[^{}]*\})?")
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne", "=": "="}
@@ -451,7 +481,7 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
         return again([*parts[0], *parts[1]]) if signs == ["="] else Relation(tuple(tokens))
     if set(signs) <= {"=", r"\equiv"}:
         values = [decimal_value(part) for part in parts[-2:]]
-        if None not in values and abs(values[0] - values[1]) > max(abs(values[0]), 1) * _SLACK:
+        if None not in values and not _same_number(*parts[-2:]):
             return Relation(tuple(tokens))  # 5 = 7
         if len(parts) == 2 and values[0] is not None and values[1] is None and _NAME_ALONE.fullmatch(render(parts[1])):
             parts = parts[::-1]  # 5 = x
@@ -459,7 +489,10 @@ def _relation(tokens: Sequence[Token], again: _Again) -> Form | None:
         simple = (
             _SIMPLE_NAME.fullmatch(name) is not None or decimal_value(parts[0]) is not None or _tuple_of_names(name)
         )
-        return Equation(tuple(tokens), name, again(parts[-1]), simple)
+        value = again(parts[-1])
+        between = [again(part) for part in parts[1:-1] if not _same_number(part, parts[-1])]
+        sides = (again(parts[0]), *between, value) if between else ()
+        return Equation(tuple(tokens), name, value, simple, sides)
     if signs == [r"\in"]:
         form = again(parts[1])
         name = render(parts[0])
@@ -476,6 +509,11 @@ def _changes(name: Sequence[Token]) -> bool:
 
 
 _SLACK = Decimal("1e-9")
+
+
+def _same_number(first: Sequence[Token], second: Sequence[Token]) -> bool:
+    values = decimal_value(first), decimal_value(second)
+    return None not in values and abs(values[0] - values[1]) <= max(abs(values[0]), 1) * _SLACK
 
 
 def _tuple_of_names(name: str) -> bool:
@@ -623,6 +661,15 @@ def _union(tokens: Sequence[Token], again: _Again) -> Form | None:
         return None
     intervals = tuple(interval for region in regions for interval in region.intervals)
     return Region(tuple(tokens), intervals, tuple(point for region in regions for point in region.points))
+
+
+def _out_of(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """5 out of 6, as 5/6."""
+    if [_lower(token) for token in tokens[1:3]] != ["out", "of"] or len(tokens) != 4:
+        return None
+    if not (tokens[0].text.isdecimal() and tokens[3].text.isdecimal()):
+        return None
+    return again([tokens[0], Token("/"), tokens[3]])
 
 
 def _outward(tokens: Sequence[Token], again: _Again) -> Form | None:

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.hints.other_names import close_to
 from grpo_roc_jax.process.points import reach, spoiled
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
 from grpo_roc_jax.reward.config import (
@@ -33,7 +34,6 @@ from grpo_roc_jax.reward.config import (
 from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import described_error, resolve
-from grpo_roc_jax.settings.other_names import close_to
 from grpo_roc_jax.types import ARRAYS, Group, Problem, Trajectory, Turn, Verdict, VerdictStatus
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,9 @@ class Scorer:
 
         Raises:
             RewardError: A custom function returned something else than `RewardFunction` says.
+            TypeError, ValueError: There is not one list of trajectories for each problem.
         """
+        problems, rollouts = _listed(problems, rollouts)
         reach("reward")
         counts: Counter[str] = Counter()
         judged = []
@@ -269,6 +271,24 @@ class Scorer:
         return [failed(outcome) if yes else outcome for outcome, yes in zip(row, cut, strict=True)]
 
 
+def _listed(
+    problems: Iterable[Problem], rollouts: Iterable[Iterable[Trajectory]]
+) -> tuple[list[Problem], list[list[Trajectory]]]:
+    single = isinstance(problems, Problem) or isinstance(rollouts, Trajectory)
+    problems, rollouts = ([], []) if single else (list(problems), list(rollouts))
+    if single or any(isinstance(each, Trajectory) for each in rollouts):
+        raise TypeError(
+            "score_all takes a list of problems and a list of trajectories for each: score_all([problem], "
+            "[trajectories]); for one problem call scorer(problem, trajectories)"
+        )
+    if len(problems) != len(rollouts):
+        raise ValueError(
+            f"score_all got {len(problems)} problems and {len(rollouts)} lists of trajectories; pass one list for each "
+            "problem, empty if it has none"
+        )
+    return problems, [list(trajectories) for trajectories in rollouts]
+
+
 def _copied(problem: Problem, trajectories: Sequence[Trajectory]) -> tuple[Problem, Sequence[Trajectory]]:
     """Copies for a user's function. Read-only arrays can be written through other libraries and through their base, and
     arguments of calls and columns of a row can always; what is trained, recorded and shown to other functions is not
@@ -318,7 +338,10 @@ def make_scorer(config: RewardConfig) -> Scorer:
 
     Raises:
         RewardError: A path cannot be imported, or is not a function of two arguments.
+        TypeError: `config` is another section, or none.
     """
+    if not isinstance(config, RewardConfig):
+        raise TypeError(f"make_scorer got {type(config).__name__}; must be a RewardConfig, such as config.reward")
     answer = config.answer or AnswerReward()  # no process starts before an answer needs one
     verifier = Verifier(answer.workers, answer.timeout_s, answer.memory_mb, strict=answer.strict)
     functions = {part.name: load_function(part.name) for part in config.custom}

@@ -86,10 +86,14 @@ _BASES = {
     "A": ("1", "A"), "Ω": ("1", "V A^-1"), "mol": ("1", "mol"), "bit": ("1", "bit"), "byte": ("8", "bit"),
     "dollar": ("1", "dollar"), "cent": ("1/100", "dollar"), "decade": ("120", "month"), "century": ("1200", "month"),
     "EUR": ("1", "EUR"), "GBP": ("1", "GBP"), "INR": ("1", "INR"), "CNY": ("1", "CNY"), "JPY": ("1", "JPY"),
-    "°C": ("1", "°C"), "°F": ("1", "°F"), "K": ("1", "K"),
+    "°C": ("1", "°C"), "°F": ("1", "°F"), "K": ("1", "K"), "gal": ("0.003785411784", "m^3"),
+    "qt": ("0.000946352946", "m^3"), "pt": ("0.000473176473", "m^3"), "acre": ("4046.8564224", "m^2"),
+    "atm": ("101325", "kg m^-1 s^-2"), "bar": ("100000", "kg m^-1 s^-2"), "rpm": ("1/60", "s^-1"),
+    "eV": ("1.602176634e-19", "kg m^2 s^-2"), "erg": ("1e-7", "kg m^2 s^-2"), "dyn": ("1e-5", "kg m s^-2"),
+    "C": ("1", "A s"), "F": ("1", "A s V^-1"), "Wb": ("1", "V s"), "T": ("1", "V s m^-2"), "H": ("1", "V s A^-1"),
 }  # fmt: skip
 """Unit -> (its size, in which others). Temperatures are not converted, since their zeros differ."""
-_PREFIXED = names("m g s L Hz N J W Pa cal V A Ω mol")
+_PREFIXED = names("m g s L Hz N J W Pa cal V A Ω mol eV bar C F Wb T H")
 
 
 def measure(unit: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
@@ -179,8 +183,16 @@ def spelled_ordinal(words: list[str]) -> int | None:
     return int(number) if number is not None else None
 
 
+_MOST_WORDS = 12
+
+
 def spelled_number(words: list[str]) -> Fraction | None:
     """The number that words spell out, such as twenty one, or two thirds; None for other words."""
+    if "and" in words[1:-1] and len(words) <= _MOST_WORDS:  # one and a half
+        at = len(words) - 1 - words[::-1].index("and")
+        whole, part = spelled_number(words[:at]), spelled_number(words[at + 1 :])
+        if whole is not None and part is not None and whole.denominator == 1 and 0 < part < 1:
+            return whole + part
     words = [word for word in words if word != "and"]
     if not words:
         return None
@@ -221,7 +233,7 @@ DIRECTIONS = set(
     north south east west northeast northwest southeast southwest northern southern eastern western up down upward
     upwards downward downwards inward outward forward forwards backward backwards clockwise counterclockwise
     anticlockwise past till until am pm bc ad bce ce profit loss gain
-    increase increased decrease decreased rise fall higher lower
+    increase increased decrease decreased reduced rise fall higher lower
     deeper taller shorter before after ago later earlier early late ahead behind credit debit debt overdrawn
     surplus deficit increasing
     decreasing positive negative receding approaching win lose wins losses
@@ -241,7 +253,8 @@ _COMPARISONS = set(
     names(
         """
     more less fewer least most greater larger smaller bigger over under above below exceeding exceeds exceed almost
-    nearly between than too beyond within minimum maximum max upto up bound bounded twice thrice double triple half
+    nearly between than too beyond besides onward onwards infinitely within minimum maximum max upto up bound bounded
+    twice thrice double triple half
     """
     )
 ) - {"max"}
@@ -257,12 +270,32 @@ _OPERATIONS = set(
         """
     squared cubed doubled tripled quadrupled halved reversed inverted negated factorial root roots
     power powers reciprocal inverse opposite divided multiplied score gross modulo
-    logarithm sine cosine tangent
+    logarithm sine cosine tangent divisible
     """
     )
 )
-OPERATIONS_OF = {"square", "cube", "multiple", "multiples", "divisor", "opposite", "complement"}
-"""Words that make another number of the one after them and `of`."""
+_OPERATIONS_OF = set(names(
+    """
+    square cube multiple multiples divisor opposite complement product factor order circle sphere disk disc polynomial
+    """
+))  # fmt: skip
+"""Words that make something else of the number after them and `of`."""
+_ENDS = set(names("starts start starting begins begin beginning ends end ending"))
+_REJECTED = set(names("rejected excluded discarded invalid fails"))
+COPULAS = {"is", "are", "was", "were", "equals"}
+"""Words after which a value is no part of its name."""
+
+
+def operates(words: Sequence[str]) -> bool:
+    """Whether the last of the words before a number makes something else of it: `the square of`, `starts with`."""
+    word, before = words[-1], tuple(words[-12:-1])
+    if word == "of":
+        return not _OPERATIONS_OF.isdisjoint(before[-1:]) and before[-3:] != ("by", "a", "factor")
+    if word in ("first", "last"):
+        return not {"sum", "product"}.isdisjoint(before)
+    return word in ("in", "with", "at") and not _ENDS.isdisjoint(before[-1:])
+
+
 BLOCKING = (
     _OPERATIONS
     | DIRECTIONS
@@ -304,6 +337,8 @@ _PLACES = set(
 def blocked(words: tuple[str, ...], unit: str) -> bool:
     """Whether words around a number change what it says."""
     if words and words[-1] in ("short", "shy", "off"):
+        return True
+    if words and words[-1] in _REJECTED and HEDGES.issuperset(words[:-1]):
         return True
     for index, word in enumerate(words):
         if word in _BEFORE_NOT and words[index + 1 : index + 2] == ("t",):

@@ -17,7 +17,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -169,6 +169,13 @@ class Sampler:
         weights, options = self.weights if weights is None else weights, options or RunOptions()
         if weights is None:
             raise ValueError("the sampler has no weights; call publish(params, version) with finite ones first")
+        if isinstance(requests, RolloutRequest):
+            raise TypeError("roll_out takes a list of requests; for one write roll_out([request])")
+        requests = list(requests)
+        if wrong := [request for request in requests if not isinstance(request, RolloutRequest)]:
+            raise TypeError(
+                f"roll_out got {type(wrong[0]).__name__}; must be RolloutRequests: RolloutRequest(problem, place=0)"
+            )
         if not requests:
             raise ValueError("there is no request; pass at least one RolloutRequest")
         by_agent = [self.agents is not None and self.agents.plays(request.problem) for request in requests]
@@ -447,7 +454,9 @@ class ToolEnvironment:
         return Observe(np.asarray(ids, np.int32))
 
     def _record_results(self, row: _Row) -> tuple[ToolResult, ...]:
-        results = tuple(_without_secrets(result) for result in row.results if result is not None)
+        """The results of the last turn, recorded. Of a row that was cut only those before the first missing one, since
+        results belong to calls by their order."""
+        results = tuple(map(_without_secrets, takewhile(lambda result: result is not None, row.results)))
         if results and not row.turns[-1].results:
             row.turns[-1] = replace(row.turns[-1], results=results)
         row.results = []
@@ -537,6 +546,8 @@ class EpisodeEnvironment(ToolEnvironment):
         """Session -> its row, and how its turn ends the rollout if the environment has nothing to say."""
         self._ended: dict[str, Answer | None] = {}
         """Session -> its reward; None until it has arrived."""
+        self._openings: dict[str, str] = {}
+        """Session -> what its environment appended to the prompt, if anything."""
         self.failures: dict[str, Failure] = {}
         """Session -> the failure that its rollout ended by."""
 
@@ -565,6 +576,8 @@ class EpisodeEnvironment(ToolEnvironment):
                     self._broken.add(row.session)
                     self.failures[row.session] = answer.failure
                     longer = request.problem
+                elif answer.value:
+                    self._openings[row.session] = answer.value
                 texts.append((longer.prompt, sample))
             for text, group in groupby(texts, key=lambda pair: pair[0]):
                 samples = [sample for _, sample in group]
@@ -608,6 +621,10 @@ class EpisodeEnvironment(ToolEnvironment):
         self._playing.pop(row.session, None)
         self._end(row)
         return ran
+
+    def completed(self, index: int, trajectory: Trajectory) -> Trajectory:
+        opening = self._openings.get(self._rows[index].session, "")
+        return replace(super().completed(index, trajectory), opening=opening)
 
     def paid(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories with what their environments paid; those whose environment failed end as such."""

@@ -61,7 +61,7 @@ def remembered(config: Config, narrator: Narrator) -> Iterator[None]:
     """Lines on the phases of the block say how long they took in an earlier run; how long they take now is written for
     later ones. A cache that cannot be written is left."""
     file = timings_file(config)
-    narrator.usual = read_timings(file)
+    narrator.usual, narrator.measured = read_timings(file), {}
     try:
         yield
     finally:

@@ -7,9 +7,10 @@ not change results, and an interrupted evaluation or count continues with the re
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ def evaluate_policy(
         temperature: Replaces `sampling.temperature`; 0 is greedy.
         weights: From `engine.publish`; by default those that the sampler already has.
     """
+    problems = list(problems)
     condition, suffix = prompt_end(config, step)
     extras = {"temperature": temperature, "condition": condition, "suffix": suffix}
     weights = sampling.sampler.weights if weights is None else weights
@@ -118,7 +120,8 @@ def count_solved(
     to it.
 
     Args:
-        path: JSON lines with `step` (index of a problem in the list), `uid`, `solved` and `judged`.
+        path: JSON lines with `step` (index of a problem in the list), `uid`, `solved`, `judged`, `rollouts` and
+            `policy_step`. Rows of other numbers of rollouts or of another policy are not used.
         sampling: Group sampler of the run.
         publish: Returns the weights to sample with; called only if there are problems left.
         problems: In the same order in each call.
@@ -127,7 +130,8 @@ def count_solved(
         fills: How many times the rollouts of a part fill the slots of the engine.
     """
     once = sampling.processes.once
-    counts = once(lambda: read_counts(path))
+    made = {"rollouts": samples, "policy_step": step}
+    counts = once(lambda: read_counts(path, made))
     left = [(index, problem) for index, problem in enumerate(problems) if problem.uid not in counts]
     if not left:
         return counts
@@ -139,7 +143,7 @@ def count_solved(
             part = left[first : first + size]
             requests = [RolloutRequest(problem, index, samples) for index, problem in part]
             groups = sampling.sample_requests(weights, requests, RunOptions(step, "evaluate")).groups
-            rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} for g in groups]
+            rows = [{"uid": g.problem.uid, "solved": int(g.correct.sum()), "judged": g.size} | made for g in groups]
             counts |= {row["uid"]: (row["solved"], row["judged"]) for row in rows}
             places = [index for index, _ in part]
             once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
@@ -152,10 +156,12 @@ def part_size(sampling: GroupSampler, samples: int, fills: int) -> int:
     return max(1, fills * sampling.rollout.slots // samples)
 
 
-def read_counts(path: Path) -> Counts:
-    """Reads the counts in a file, skipping damaged rows; empty if there is no file."""
+def read_counts(path: Path, made: Mapping[str, int] = MappingProxyType({})) -> Counts:
+    """Reads the counts in a file, skipping damaged rows and those that differ from `made` in what they say of it; empty
+    if there is no file."""
     lines = path.read_bytes().splitlines(True) if path.exists() else ()
-    return {row["uid"]: (row["solved"], row["judged"]) for row in filter(None, map(parsed_row, lines))}
+    rows = [row for row in filter(None, map(parsed_row, lines)) if made == {k: row.get(k, v) for k, v in made.items()}]
+    return {row["uid"]: (row["solved"], row["judged"]) for row in rows}
 
 
 PARTS = "parts"
@@ -228,16 +234,18 @@ def sample_parts(
     **extras: Any,
 ) -> ScoredRollouts:
     """Like `sample_groups`, one part after the other. Parts that `parts` has saved are read instead."""
-    size, each = part_size(sampling, samples, parts.fills), []
-    with phase("evaluation", steps=len(problems), unit="problem") as evaluation:
-        for number, first in enumerate(range(0, len(problems), size)):
-            some = problems[first : first + size]
-            rollouts = parts.read(number, some, samples)
-            if rollouts is None:
+    size = part_size(sampling, samples, parts.fills)
+    spans = [problems[first : first + size] for first in range(0, len(problems), size)]
+    each = [parts.read(number, some, samples) for number, some in enumerate(spans)]
+    left, done = sum(len(some) for some, saved in zip(spans, each, strict=True) if saved is None), 0
+    with phase("evaluation", steps=left, unit="problem") as evaluation:
+        for number, some in enumerate(spans):
+            if each[number] is None:
+                first = number * size
                 requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
-                rollouts = sampling.sample_requests(weights, requests, options)
-                parts.write(number, rollouts)
-            each.append(rollouts)
-            evaluation.step(first + len(some))
+                each[number] = sampling.sample_requests(weights, requests, options)
+                parts.write(number, each[number])
+                done += len(some)
+                evaluation.step(done)
     groups, removed = (tuple(chain(*(getattr(rollouts, name) for rollouts in each))) for name in ("groups", "removed"))
     return ScoredRollouts(groups, removed)

@@ -1,6 +1,7 @@
 """Opens a policy that was trained here or published: settings that fit it, its weights, its tools."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
@@ -236,8 +237,10 @@ def _base_model(adapter: Path, overrides: Sequence[str]) -> str:
 
 
 def _one_row() -> list[str]:
-    """Settings for one copy of the parameters and one row on every device, however the run was sharded."""
-    return [f"--rollout.slots={jax.device_count()}", "--sharding.data=-1", "--sharding.fsdp=1", "--sharding.tensor=1"]
+    """Settings for one copy of the parameters and one row on every device, however the run was sharded and whatever its
+    cache held for all of its rows."""
+    rollout = [f"--rollout.slots={jax.device_count()}", "--rollout.kv_tokens=0", "--rollout.kv_start=0"]
+    return [*rollout, "--sharding.data=-1", *(f"--sharding.{axis}=1" for axis in ("fsdp", "sequence", "tensor"))]
 
 
 def is_run(source: str) -> bool:
@@ -251,7 +254,7 @@ def is_run(source: str) -> bool:
 
 @contextmanager
 def open_policy(
-    source: str, overrides: Sequence[str] = (), *, prog: str = "open_policy"
+    source: str | os.PathLike[str], overrides: Sequence[str] = (), *, prog: str = "open_policy"
 ) -> Iterator[tuple[Config, GroupSampler]]:
     """(configuration, group sampler) of a run or a published model, with its tools started and its weights published.
 
@@ -266,6 +269,9 @@ def open_policy(
     Raises:
         ConfigError: `source` is neither a run nor a published model, or the settings do not fit it.
     """
+    source = os.fspath(source)
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides is the text {overrides!r:.80}; must be a list of words: [{overrides!r:.80}]")
     config = settings_for(source, overrides, prog)
     with make_parts(config) as (policy, sampling):
         warn_of_tools(source, sampling.sampler.chat)

@@ -21,6 +21,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.config import RolloutConfig
 from grpo_roc_jax.engine.protocol import FailureCount, RolloutLines, RolloutProgress, RolloutStats, RunOptions
 from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.roc import Selection, Selector
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -561,6 +562,9 @@ def run_round(
         results = waves[-1].groups
         if len(waves) == 1:
             groups = gathered(problems, requests, results)
+        elif len(waves) <= 1 + config.plan.budget.waves:
+            more = gathered(problems, requests, results)
+            groups = [joined(*pair) for pair in zip(groups, more, strict=True)]
         else:
             groups = config.plan.second.merge(groups, requests, results)
             notes = config.plan.second.notes(requests, results)

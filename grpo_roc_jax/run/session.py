@@ -313,8 +313,9 @@ def announce(session: TrainingSession, config: Config) -> None:
     reached = sampler.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
     seconds, source = expected(config, policy.model, len(session.held_out), session.narrator.usual)
-    left = min(config.steps, session.config.steps - session.start.step)
-    writer.say(plan_line(config, session.start, left, len(session.held_out), session.run_dir, seconds))
+    start = session.start
+    left = min(config.steps - (start.step - start.began), session.config.steps - start.step)
+    writer.say(plan_line(config, start, left, len(session.held_out), session.run_dir, seconds))
     if seconds:
         writer.say(f"minutes of the plan: {source}; what is left is measured as the phases go on")
     if is_address(config.run_dir):

@@ -24,6 +24,10 @@ from grpo_roc_jax.run.watch import NO_SIGNAL_STATUS, Stopped
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.types import Metrics, Problem
 
+COUNTS_FILE = "difficulty_{}.jsonl"
+"""File of the counts of a stage with `choose`, by its number from 1."""
+OTHER_DATA = "the data are other ones than those of the checkpoint: they begin at their start"
+
 
 def first_stage(claim: Claim) -> Claim:
     """The claim with the settings of the stage of the next step; unchanged without stages."""
@@ -40,13 +44,21 @@ def next_claim(claim: Claim, run: RunState) -> Claim | None:
     following = run.progress.following(claim.stages, run.step)
     if following >= len(claim.stages) or run.step >= claim.config.steps:
         return None
-    return at_stage(replace(claim, start=Start("resume", run.step), progress=run.progress), following)
+    return at_stage(replace(claim, start=Start("resume", run.step, began=run.step), progress=run.progress), following)
 
 
 def stage_over(session: TrainingSession, run: RunState) -> bool:
     """Whether the next step belongs to another stage than that of the session."""
     claim = session.claim
     return bool(claim.stages) and run.progress.following(claim.stages, run.step) != claim.stage
+
+
+def steps_left(session: TrainingSession, run: RunState) -> int:
+    """Most steps that the session still does."""
+    claim, left = session.claim, session.config.steps - run.step
+    if claim.stages and run.progress.index == claim.stage:
+        left = min(left, run.progress.began + claim.stages[claim.stage].steps - run.step)
+    return max(left, 0)
 
 
 def observe(session: TrainingSession, run: RunState, metrics: Metrics) -> Metrics:
@@ -76,6 +88,9 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
     claim = session.claim
     if not claim.stages:
         return
+    if data is None and claim.processes.first:  # counts of a run that was here before
+        for counts in session.run_dir.glob(COUNTS_FILE.format("*")):
+            counts.unlink()
     if claim.progress is not None and run.step == claim.start.step:
         run.progress = claim.progress
     begins = run.progress.index != claim.stage and run.step < session.config.steps and not stage_over(session, run)
@@ -87,8 +102,10 @@ def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any]
         if data is not None:
             run.stream.set_state(data)
     except ValueError:  # the stage before had other data
-        if run.progress.index == claim.stage and not begins:
-            raise
+        if not begins and run.progress.index == claim.stage:
+            if not claim.start.forced:
+                raise
+            session.writer.say(OTHER_DATA)
     session.checkpointer.latest = run.bundle()
 
 
@@ -122,7 +139,7 @@ def choose_problems(session: TrainingSession, run: RunState, begins: bool) -> No
     """
     claim, config, sampler = session.claim, session.config, session.sampling.sampler
     choice, chat = claim.stages[claim.stage].choose, sampler.chat
-    path = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl"
+    path = session.run_dir / COUNTS_FILE.format(claim.stage + 1)
     length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
     sources = training_problems(config.data, config.seed, Notes(), length, longest)
     problems = [problem for _, rows in sources for problem in rows]

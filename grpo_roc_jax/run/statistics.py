@@ -16,7 +16,7 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def _reward(values: Sequence[float]) -> float:
+def _known_mean(values: Sequence[float]) -> float:
     """Mean of the values; NaN, which is written to files as null, if there are none."""
     return float(np.mean(values)) if len(values) else math.nan
 
@@ -34,13 +34,13 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
     rewards = [group.rewards for group in groups if group.size]
     total = sum(counts.values())
     metrics = {
-        "rollout/reward": _reward([verdict.reward for verdict in verdicts]),
-        "rollout/reward_std": _reward([float(r.std()) for r in rewards]),
+        "rollout/reward": _known_mean([verdict.reward for verdict in verdicts]),
+        "rollout/reward_std": _known_mean([float(r.std()) for r in rewards]),
         "rollout/tool_error_rate": tool_error_share(verdicts),
         "rollout/tool_error_in_correct": tool_error_share(correct),
         "rollout/tool_error_in_wrong": tool_error_share([v for v in verdicts if v.status != "correct"]),
         "rollout/tool_calls": _mean([verdict.tool_calls for verdict in verdicts]),
-        "rollout/tool_free_correct": _mean([verdict.tool_calls == 0 for verdict in correct]),
+        "rollout/tool_free_correct": _known_mean([verdict.tool_calls == 0 for verdict in correct]),
         "rollout/repeated_calls": _mean([_repeats_a_call(trajectory) for trajectory, _ in pairs]),
         "rollout/answers": _mean([verdict.answers for verdict in verdicts]),
         "rollout/turns": _mean([verdict.turns for verdict in verdicts]),
@@ -124,6 +124,6 @@ def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) 
         "roc/solved_by_all": float(sum(group.size > 0 and bool(group.correct.all()) for group in groups)),
         "roc/all_wrong": float(sum(not group.correct.any() for group in equal)),
         "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept_verdicts if v.status == "correct"]),
-        "roc/reward_kept": _reward([verdict.reward for verdict in kept_verdicts]),
+        "roc/reward_kept": _known_mean([verdict.reward for verdict in kept_verdicts]),
         **{f"roc/dropped_{reason}": float(count) for reason, count in sorted(why.items())},
     }

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.events import read_events
-from grpo_roc_jax.record.metrics import SFT_FILE, recorded, series
+from grpo_roc_jax.record.metrics import SFT_FILE, last_third, recorded, series
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
 from grpo_roc_jax.record.trace import TraceRecord, context_of
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, NO_SIGNAL_STATUS
@@ -40,16 +41,19 @@ def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
         finite = part[np.isfinite(part)]
         return float(np.mean(finite)) if len(finite) else None
 
-    errors, gaps = values("rollout/tool_error_in_correct"), values("loss/logprob_gap_max")
-    third = max(1, len(errors) // 3)
+    def late(name: str) -> float | None:
+        value = last_third(rows, name)
+        return None if math.isnan(value) else value
+
+    gaps = values("loss/logprob_gap_max")
     return {
-        "steps": len(errors),
+        "steps": sum(row["step"] > 0 for row in rows),
         "reward_first": mean(values("rollout/reward")[:1]),
         "reward_last_10": mean(values("rollout/reward")[-10:]),
-        "tool_error_in_correct_first": mean(errors[:1]),
-        "tool_error_in_correct": mean(errors[-third:]),
+        "tool_error_in_correct_first": mean(values("rollout/tool_error_in_correct")[:1]),
+        "tool_error_in_correct": late("rollout/tool_error_in_correct"),
         "mean_length_first": mean(values("rollout/length")[:1]),
-        "mean_length": mean(values("rollout/length")[-third:]),
+        "mean_length": late("rollout/length"),
         "max_logprob_gap": float(gaps.max()) if len(gaps) and np.isfinite(gaps).all() else None,
         "rollouts_sampled": float(np.nansum(values("rollout/sampled"))),
     }
@@ -59,7 +63,8 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
     """Writes and returns `summary.json`: the measured values, figures from the metrics, and the environment. Numbers
     that are not finite are written as null. A disk failure is logged and not raised, since the run has ended.
 
-    `tool_error_in_correct` is over all sampled rollouts before selection, averaged over the last third of the steps.
+    `tool_error_in_correct` is over all sampled rollouts before selection, averaged over the last third of the steps;
+    those in which no correct rollout has a call are left out.
     """
     if supervised := recorded(run_dir / SFT_FILE):
         measured["left_out"] = measured.get("left_out", {}) | {"traces": int(supervised[-1].get("data/left_out", 0))}

@@ -97,7 +97,7 @@ class Watch:
         """
         limits = self._limits
         lost = metrics.get("verdict/infrastructure", 0.0) + metrics.get("verdict/not_scored", 0.0)
-        self._broken = self._broken + 1 if lost > limits.infrastructure_share else 0
+        self._broken = self._broken + 1 if lost > limits.infrastructure_share or lost >= 1 else 0
         empty = "loss/value" not in metrics or metrics["update/signal"] == 0
         if not self._broken:  # a step without its trajectories says nothing about the problems
             self._empty = self._empty + 1 if empty else 0
@@ -116,11 +116,13 @@ class Watch:
                 "lower optim.lr, or resume from an earlier checkpoint",
             )
         if self._broken >= limits.infrastructure_steps:
+            share = limits.infrastructure_share
+            many = f"more than {share:.0%}" if share < 1 else "all"
             raise Stopped(
                 INFRASTRUCTURE_STATUS,
-                f"infrastructure: more than {limits.infrastructure_share:.0%} of the trajectories were lost in each of "
-                f"{self._broken} steps, {lost:.0%} in the last ({metrics.get('verdict/not_scored', 0.0):.0%} that a "
-                f"reward function did not score); see the warnings, tools/ metrics and the trajectory log{self._named}",
+                f"infrastructure: {many} of the trajectories were lost in each of {self._broken} steps, {lost:.0%} in "
+                f"the last ({metrics.get('verdict/not_scored', 0.0):.0%} that a reward function did not score); see "
+                f"the warnings, tools/ metrics and the trajectory log{self._named}",
             )
 
 
@@ -138,7 +140,7 @@ RULES = (
 """Alarm (a setting of `watch`), its metric, and on which side of the threshold it is raised. `times` means above so
 many times the median of the last steps."""
 LEAST_HISTORY = 5
-"""Number of steps before a jump can be detected."""
+"""Number of steps before a jump can be detected, unless `watch.history` has fewer."""
 LARGE_GAP = 1.0
 """Difference in nats between the log-probabilities of a token in sampling and in training that rounding in float32
 cannot explain."""
@@ -177,6 +179,7 @@ class Alarms:
     def __init__(self, config: WatchConfig, events: Events | None = None):
         self._config, self._events = config, events or Events(None)
         self._past: deque[Metrics] = deque(maxlen=config.history)
+        self._needed = min(LEAST_HISTORY, config.history)
         self._crossed: Counter[str] = Counter()
 
     @property
@@ -213,7 +216,7 @@ class Alarms:
             value, threshold = metrics.get(metric, math.nan), getattr(self._config, name)
             if side == "times":
                 before = [row[metric] for row in self._past if math.isfinite(row.get(metric, math.nan))]
-                median = float(np.median(before)) if len(before) >= LEAST_HISTORY else math.inf
+                median = float(np.median(before)) if len(before) >= self._needed else math.inf
                 threshold *= median if median > 0 else math.inf
             crossed = value < threshold if side == "below" else value > threshold
             self._crossed[name] = self._crossed[name] + 1 if crossed else 0

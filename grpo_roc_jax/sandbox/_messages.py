@@ -5,15 +5,54 @@ The trainer and the executor process exchange frames; the executor process, root
 Standard library only: every process of the executor imports this module.
 """
 
+import math
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from ._wire import BadFrame, encode_json, receive_datagram, rights
 
 # Settings that processes get at start.
+
+LEVELS = ("L0", "L1", "L2", "L3", "L4")
+_LEAST = {
+    "memory_mb": 1, "scratch_mb": 1, "file_mb": 1, "descriptors": 16, "threads": 1, "processes": 1, "sessions": 1,
+}  # fmt: skip
+"""Least value of a number; 0 for the others."""
+_ABOVE_0 = ("wall_s", "cpu_s")
+
+
+def _check_fields(settings: Any) -> None:
+    """Refuses values of another type, and numbers out of range, before a process gets them.
+
+    Raises:
+        ValueError: The message names the field and what it must be.
+    """
+    for field_ in fields(settings):
+        value = getattr(settings, field_.name)
+        if must := _requirement(field_.name, field_.type, value):
+            raise ValueError(f"{type(settings).__name__}.{field_.name} = {value!r:.80}; must be {must}")
+
+
+def _requirement(name: str, kind: Any, value: Any) -> str:
+    """What the value of a field must be; empty if it is that."""
+    if kind in (int, float):
+        least, above = _LEAST.get(name, 0), name in _ABOVE_0
+        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        fits = number and least <= value < math.inf and not (above and value == least)
+        must = f"a {'whole ' if kind is int else ''}number {'above' if above else 'of at least'} {least}"
+    elif get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        fits = isinstance(value, tuple | list) and all(isinstance(each, item) for each in value)
+        must = "a tuple of whole numbers" if item is int else "a tuple of texts, such as ('numpy', 'sympy')"
+    elif name in ("level", "min_level"):
+        levels = LEVELS if name == "min_level" else ("best", *LEVELS)
+        fits, must = value in levels, f"one of {', '.join(levels)}"
+    else:
+        fits, must = isinstance(value, kind), f"of type {kind.__name__}"
+    return "" if fits else must
 
 
 @dataclass(frozen=True)
@@ -35,6 +74,9 @@ class ProgramLimits:
     session_replay_ms: float = 50.0
     nproc: int = 0
     """RLIMIT_NPROC; depends on the isolation level and is set once that is known."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -61,6 +103,9 @@ class ExecutorSettings:
     queue_timeout_s: float = 300.0
     links: tuple[str, ...] = ()
     """Names of directories beside the root, such as `app` for `/app`, that lead into the program's own; from L3 on."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclass(frozen=True)

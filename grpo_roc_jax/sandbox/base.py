@@ -233,12 +233,27 @@ class ProgramExecutor:
     def close_session(self, session: str) -> None:
         """End a session. Its process ends shortly afterwards."""
 
-    def run(self, programs: Sequence[Program]) -> list[ToolResult]:
-        """Run programs and return their results in the same order. Blocks until all have ended."""
+    def run(self, programs: Iterable[Program]) -> list[ToolResult]:
+        """Run programs and return their results in the same order. Blocks until all have ended; an exception ends those
+        that still run.
+
+        Raises:
+            ExecutorFailed: The executor is not started, or closed.
+            ValueError: Two of the programs have the same id, or one of that id is in flight already.
+        """
+        programs = list(programs)
         results: dict[str, ToolResult] = {}
-        for program in programs:
-            self._begin(program, partial(results.__setitem__, program.id))
-        self._await(lambda: len(results) == len(programs), None)
+        sinks = {program.id: partial(results.__setitem__, program.id) for program in programs}
+        if len(sinks) < len(programs):
+            [(repeated, count)] = Counter(program.id for program in programs).most_common(1)
+            raise ValueError(f"call id {repeated!r} is there {count} times; ids must be unique in the run")
+        try:
+            for program in programs:
+                self._begin(program, sinks[program.id])
+            self._await(lambda: len(results) == len(programs), None)
+        except BaseException:
+            self.cancel([i for i, sink in sinks.items() if (ticket := self._tickets.get(i)) and ticket.sink is sink])
+            raise
         closed = ToolResult("sandbox_error", error_message=CLOSED)
         return [results.get(program.id, closed) for program in programs]
 

@@ -75,6 +75,11 @@ class Executor(ProgramExecutor):
             supervision: Limits of the supervision of the executor process.
         """
         super().__init__(share_results=share_results)
+        if not isinstance(settings, ExecutorSettings | None):
+            raise TypeError(
+                f"Executor got {type(settings).__name__}; must be ExecutorSettings, such as "
+                "ExecutorSettings(limits=ProgramLimits(wall_s=2.0))"
+            )
         self.settings = settings or ExecutorSettings()
         self.supervision = supervision or Supervision()
         self._cgroup = cgroup

@@ -23,9 +23,8 @@ import sysconfig
 from collections.abc import Sequence
 
 from . import _kernel, _landlock, _seccomp, _spaces
-from ._messages import ExecutorSettings, IsolationPlan, ProgramLimits
+from ._messages import LEVELS, ExecutorSettings, IsolationPlan, ProgramLimits
 
-LEVELS = ("L0", "L1", "L2", "L3", "L4")
 LAYERS = ("limits", "seccomp", "landlock", "namespaces", "own uid")
 SYSTEM_PATHS = ("/usr/lib", "/lib", "/lib64", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
@@ -169,7 +168,7 @@ def contain(memory_mb: int) -> tuple[str, ...]:
         memory_mb: Limit of the whole address space, in MiB.
     """
     limits = ProgramLimits(
-        wall_s=0, cpu_s=1 << 30, cpu_floor_s=0, memory_mb=memory_mb, scratch_mb=0, scratch_files=0, file_mb=1,
+        wall_s=1, cpu_s=1 << 30, cpu_floor_s=0, memory_mb=memory_mb, scratch_mb=1, scratch_files=0, file_mb=1,
         descriptors=64, threads=1, processes=1, output_kb=0, output_kill_mb=0, session_replay_ms=0, nproc=4096,
     )  # fmt: skip
     try:

@@ -59,6 +59,10 @@ class ToolResult:
     shown: str = ""
     """The observation as the policy saw it, if it was escaped or cut; else empty."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ToolKind):
+            raise ValueError(f"ToolResult.kind = {self.kind!r:.80}; must be one of {', '.join(get_args(ToolKind))}")
+
     @property
     def ok(self) -> bool:
         return self.kind == "ok"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_roc_jax.settings.other_names import close_to
+from grpo_roc_jax.hints.other_names import close_to
 
 _GIVEN: ContextVar[Mapping[str, Callable]] = ContextVar("functions")
 """Functions passed in the current context, by the name that the configuration uses."""
@@ -70,9 +70,28 @@ def message_of(error: BaseException) -> str:
         return f"(its message cannot be read: {type(second).__name__})"
 
 
+def check_functions(functions: Mapping[str, Callable] | None) -> None:
+    """Refuses what names no functions.
+
+    Raises:
+        TypeError: The message says what to pass instead.
+    """
+    if not isinstance(functions, Mapping | None):
+        raise TypeError(
+            f"functions is {functions!r:.80} ({type(functions).__name__}); must be a mapping from the names that the "
+            "configuration uses to functions, such as functions={'mine': mine}"
+        )
+    for name, function in (functions or {}).items():
+        if not callable(function):
+            raise TypeError(
+                f"functions[{name!r}] is {function!r:.80} ({type(function).__name__}); must be a function or a class"
+            )
+
+
 @contextmanager
 def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
     """Within the block, a setting with one of these names refers to that function."""
+    check_functions(functions)
     token = _GIVEN.set({**_GIVEN.get({}), **(functions or {})})
     try:
         yield

@@ -8,20 +8,25 @@ A YAML file is a layer of settings over its `base:`; later files override earlie
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
+from grpo_roc_jax.hints.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to, counterpart, near_choice
 from grpo_roc_jax.settings import helping
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.settings.layers import (
+    COMMAND_LINE,
     ConfigError,
     KeyPath,
     Layer,
     config_errors,
+    is_axis,
+    is_section,
+    item_axis,
     known_keys,
     merge,
     opened,
@@ -29,8 +34,16 @@ from grpo_roc_jax.settings.layers import (
     read_yaml,
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
-from grpo_roc_jax.settings.options import NO_SUCH, adapter, as_mapping, as_text
-from grpo_roc_jax.settings.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to, counterpart, near_choice
+from grpo_roc_jax.settings.options import (
+    NO_SUCH,
+    Axis,
+    adapter,
+    as_mapping,
+    as_text,
+    defaults_of,
+    fields_of,
+    type_of,
+)
 from grpo_roc_jax.settings.secrets import without_secrets
 
 __all__ = [
@@ -70,7 +83,7 @@ def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default
     help_positions = [i for i, word in enumerate(words) if word in ("--help", "-h")]
     layers = [layer for name in files or [default_file] if name for layer in file_layers(find_config(name))]
     layers.append(read_words(words[: help_positions[0]] if help_positions else words, config_type))
-    _keep_words(layers, known_keys(config_type))
+    _keep_words(layers, config_type)
     for path in _method_files(config_type, layers):
         try:
             import_file(path)
@@ -96,6 +109,8 @@ def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None)
         except ConfigError as error:
             raise ConfigError(_with_hint(str(error), config_type, layer)) from None
         places |= layer.places
+        if "stages" in layer.values and "steps" not in layer.values:
+            places.pop(("steps",), None)  # those of the layers below count other stages, or none
     if below is None:
         values = getattr(config_type, "completed", lambda values, _: values)(values, places)
     try:
@@ -108,30 +123,65 @@ def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None)
     return config
 
 
-def _keep_words(layers: Sequence[Layer], known: Iterable[str]) -> None:
-    """Removes settings that the command line, the last layer, sets from the stages of the files, since it overrides
-    all. Of a section that it gives as a mapping, these are the settings in the mapping."""
-    given, names = layers[-1], set(known)
-    places = {place for name in given.values for place in _settings_in((name,), given.values[name], names)}
+def _keep_words(layers: Sequence[Layer], config_type: type) -> None:
+    """Applies the command line, the last layer, which overrides all, to the settings of stages in the files."""
     for layer in layers[:-1]:
         stages = layer.values.get("stages")
         for stage in stages if isinstance(stages, list) else ():
-            for *above, last in places:
-                values = stage.get("set") if isinstance(stage, dict) else None
-                for name in above:
-                    values = values.get(name) if isinstance(values, dict) else None
-                if isinstance(values, dict):
-                    values.pop(last, None)
+            values = stage.get("set") if isinstance(stage, dict) else None
+            if isinstance(values, dict):
+                _override(config_type, values, layers[-1].values)
 
 
-def _settings_in(path: KeyPath, value: Any, known: Collection[str]) -> Iterator[KeyPath]:
-    """The path of a value, or those of the settings that a mapping gives a section."""
-    mapping, name = opened(value), ".".join(path)
-    if not isinstance(mapping, dict) or name in known or f"{name}.kind" in known:
-        yield path
-        return
-    for key, below in mapping.items():
-        yield from _settings_in((*path, str(key)), below, known)
+def _override(cls: type, below: dict[str, Any], above: dict[str, Any], path: KeyPath = ()) -> None:
+    """Removes from a section of a stage what the command line sets for the whole run.
+
+    A kind that the stage chooses stays, and gets those settings of the command line that it has; it goes only if the
+    command line chooses a kind.
+
+    Args:
+        cls: Dataclass of the section.
+        below: Settings of the stage; changed in place.
+        above: Settings of the command line.
+        path: Names from the root to the section.
+    """
+    for name in above.keys() & below.keys() & fields_of(cls).keys():
+        field_type, value, staged, here = type_of(cls, name), opened(above[name]), below[name], (*path, name)
+        axis = item_axis(field_type)
+        if is_section(field_type) and isinstance(value, dict) and isinstance(staged, dict):
+            _override(field_type, staged, value, here)
+        elif is_axis(field_type) and isinstance(value, dict) and "kind" not in value:
+            below[name] = _overridden_kind(field_type, staged, value, here)
+        elif axis and isinstance(value, dict) and "kind" not in value and isinstance(staged, list):
+            kinds = list(map(_kind_of, staged))
+            below[name] = [
+                _overridden_kind(axis, item, value.get(kind, {}), (*here, kind))
+                for kind, item in zip(kinds, staged, strict=True)
+            ]
+        else:
+            del below[name]
+
+
+def _overridden_kind(axis: type[Axis], below: Any, above: dict[str, Any], path: KeyPath) -> Any:
+    """A choice of kind in a stage, with the settings of that kind that the command line gives."""
+    if not above or not isinstance(below, dict | str):
+        return below
+    below = dict(below) if isinstance(below, dict) else axis.spelled_out(below)
+    chosen = axis.kinds.get(_kind_of(below))
+    if chosen is None:  # the stage changes settings of the run's kind
+        return {key: value for key, value in below.items() if key not in above}
+    same = {key: value for key, value in above.items() if key in fields_of(chosen)}
+    _override(chosen, below, same, path)
+    # A list of kinds that the stage leaves empty has nothing to change.
+    listed = [key for key in same if item_axis(type_of(chosen, key)) and isinstance(opened(same[key]), dict)]
+    missing = {key: value for key, value in same.items() if key not in below and key not in listed}
+    merged = merge(chosen, defaults_of(chosen), Layer(COMMAND_LINE), missing, path)
+    return below | {key: merged[key] for key in missing}
+
+
+def _kind_of(item: Any) -> str:
+    """The name of the kind in an entry of a file; empty if it names none."""
+    return str(item.get("kind", "")) if isinstance(item, dict) else str(item)
 
 
 def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
@@ -206,11 +256,14 @@ def _with_hint(message: str, config_type: type, layer: Layer) -> str:
     """The refusal of an unknown key, extended by what to write instead; see `other_names.advice`."""
     if not message.startswith("unknown key '"):
         return message
-    key = message.split("'")[1]
+    key, known = message.split("'")[1], tuple(known_keys(config_type))
+    if key in known:  # with dots in one key of a file
+        *sections, last = key.split(".")
+        return f"{message}; write it as {': {'.join([*sections, last])}: ...{'}' * len(sections)}"
     value: Any = layer.values
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    return f"{message}; {advice(key, value, tuple(known_keys(config_type))) or '--help lists the sections'}"
+    return f"{message}; {advice(key, value, known) or '--help lists the sections'}"
 
 
 BOUNDS = {
@@ -221,6 +274,8 @@ BOUNDS = {
     "multiple_of": ("a multiple of", "multiple_of"),
 }
 """pydantic's error types: words for the bound, and its name in the error's context."""
+MOST_SHOWN = 500
+"""Characters of a refused value that a message shows."""
 PLAIN = {
     "dict": "a mapping",
     "dataclass": "a mapping",
@@ -280,7 +335,9 @@ def _message(problem: dict[str, Any], places: dict[KeyPath, str], known: Collect
         constraint = f"must be {PLAIN.get(reason.split('_')[0], problem['msg'])}"
     if reason == "kind" and isinstance(got, dict):
         got = got.get("kind", got)
-    return f"{'.'.join(path)} = {as_text(got)}{at}: {constraint}"
+    text = as_text(got)
+    shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return f"{'.'.join(path)} = {shown}{at}: {constraint}"
 
 
 def _where(path: KeyPath, places: dict[KeyPath, str]) -> str:

@@ -7,7 +7,7 @@ numbers with a million digits, a file without an end. No useful file needs these
 
 import json
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,22 @@ LONGEST_NUMBER = 100
 """Most characters of a number in YAML, which may be written in any base, also by parts of 60 (`1:30:00`)."""
 
 
-def output_file(option: str, name: str | Path) -> Path:
+def output_file(option: str, name: str | Path, inputs: Iterable[str | Path] = ()) -> Path:
     """The file that an option names for results, checked before the work whose results they are. What it holds stays;
     its folder is created.
 
+    Args:
+        option: Option that names the file, for messages.
+        name: The file.
+        inputs: What the command reads; names that are no regular files are passed over.
+
     Raises:
-        ValueError: It cannot be written; the message names the option.
+        ValueError: It cannot be written, or is one of `inputs`, also by a link; the message names the option.
     """
     path = Path(name)
+    for read in (Path(each).expanduser() for each in inputs):
+        if read.is_file() and path.exists() and path.samefile(read):
+            raise ValueError(f"{option} {path} would overwrite {read}, which is read; name another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         exists = path.exists()

@@ -6,9 +6,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from grpo_roc_jax.hints.other_names import advice, close_to
 from grpo_roc_jax.settings.layers import is_axis, is_section, item_axis, known_keys
 from grpo_roc_jax.settings.options import Axis, as_text, default_of, described, fields_of, type_of
-from grpo_roc_jax.settings.other_names import advice, close_to
 
 WIDTH = 110
 

@@ -13,9 +13,18 @@ from typing import Any
 
 import yaml
 
+from grpo_roc_jax.hints.other_names import near_choice, use_recipe
 from grpo_roc_jax.settings.files import MOST_YAML_BYTES, parse_yaml, read_text, yaml_errors, yaml_root
-from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
-from grpo_roc_jax.settings.other_names import near_choice, use_recipe
+from grpo_roc_jax.settings.options import (
+    NO_SWITCH,
+    Axis,
+    as_text,
+    defaults_of,
+    fields_of,
+    is_left_out,
+    takes_switch,
+    type_of,
+)
 from grpo_roc_jax.settings.secrets import hidden
 
 KeyPath = tuple[str, ...]
@@ -54,21 +63,35 @@ class Layer:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
     """Where each value was written, such as `toy.yaml, line 3`."""
+    blank: set[KeyPath] = field(default_factory=set)
+    """Keys of a file without a value, not even `null`."""
 
 
 # ---- YAML files ----------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
-    """Only `true` and `false` are booleans; `on`, `off`, `yes` and `no` are words, as settings use them."""
+    """Only `true` and `false` are booleans; `on`, `off`, `yes` and `no` are words, as settings use them. No number is
+    of base 60 or 8: 1:30 is a text, and 010 is not 8."""
 
 
-BOOL_TAG = "tag:yaml.org,2002:bool"
+BOOL_TAG, INT_TAG, FLOAT_TAG = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float"))
+PLAIN_SCALARS = (
+    (BOOL_TAG, r"true|True|false|False", "tTfF"),
+    (INT_TAG, r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)", "-+0123456789"),
+    (
+        FLOAT_TAG,
+        r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+)
+"""(tag, pattern, first characters) of the scalars without quotes that are no text."""
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != BOOL_TAG]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (BOOL_TAG, INT_TAG, FLOAT_TAG)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(BOOL_TAG, re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+for scalar_tag, scalar_pattern, first_characters in PLAIN_SCALARS:
+    _Loader.add_implicit_resolver(scalar_tag, re.compile(f"^(?:{scalar_pattern})$"), list(first_characters))
 
 
 def read_yaml(path: Path) -> Layer:
@@ -117,6 +140,8 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, layer: Layer
             line = key_node.start_mark.line + 1
             raise ConfigError(f"{layer.name}, line {line}: {'.'.join((*path, key))} is given twice; keep one of them")
         values[key] = _plain(loader, value_node, (*path, key), layer)
+        if isinstance(value_node, yaml.ScalarNode) and not value_node.value and value_node.style is None:
+            layer.blank.add((*path, key))
     return values
 
 
@@ -233,19 +258,22 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
             raise ConfigError(f"unknown key '{'.'.join(here)}' ({layer.places.get(here, layer.name)})")
         field_type = type_of(cls, name)
         where = layer.places.get(here, layer.name)
+        if (value is None or value == "null") and here not in layer.blank and is_left_out(cls, name, None):
+            merged[name] = None
+            continue
         if is_section(field_type):
             value = opened(value)
             if not isinstance(value, dict):
                 field = ".".join([*here, next(iter(fields_of(field_type)))])
                 text = use_recipe(value) or f"is a section; set one of its fields, such as {field}"
                 raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): {text}")
-            merged[name] = merge(field_type, below.get(name, {}), layer, value, here)
+            merged[name] = merge(field_type, below.get(name) or {}, layer, value, here)
             continue
         value = _typed(value, field_type)
         if is_axis(field_type):
             merged[name] = _merge_kind(field_type, below.get(name), layer, value, here)
         elif item_axis(field_type) and isinstance(value, dict):
-            merged[name] = _merge_items(item_axis(field_type), below.get(name, []), layer, value, here)
+            merged[name] = _merge_items(item_axis(field_type), below.get(name) or [], layer, value, here)
         else:
             _check_one_value(value, field_type, here, where)
             merged[name] = value
@@ -253,7 +281,8 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
 
 
 def _check_one_value(value: Any, field_type: Any, path: KeyPath, where: str) -> None:
-    """Refuses a name without a value, unless its setting is a switch, and several values for a single one."""
+    """Refuses a name without a value, unless its setting is a switch, several values for a single one, and settings of
+    one entry of a list."""
     if isinstance(value, bool) and not takes_switch(field_type):
         literal = typing.get_origin(field_type) is typing.Literal
         near = near_choice(as_text(value), list(map(str, typing.get_args(field_type)))) if literal else ""
@@ -262,6 +291,10 @@ def _check_one_value(value: Any, field_type: Any, path: KeyPath, where: str) -> 
         raise ConfigError(
             missing if where == COMMAND_LINE else f"{'.'.join(path)} = {as_text(value)} ({where}): {NO_SWITCH}{meant}"
         )
+    name = ".".join(path)
+    if isinstance(value, dict) and typing.get_origin(field_type) is tuple:
+        at = next((f".{key}" for key in value), "")
+        raise ConfigError(f"{name}{at} ({where}): {name} is a list, which is given as a whole; write {name} [...]")
     if isinstance(value, list) and typing.get_origin(field_type) is not tuple and where == COMMAND_LINE:
         raise ConfigError(
             f"{'.'.join(path)} = {' '.join(value)} ({where}): must be one value, got {len(value)}; put quotes "

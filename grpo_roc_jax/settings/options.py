@@ -13,9 +13,10 @@ Importing a file that defines a kind is all it takes to add one, inside the pack
 import dataclasses
 import inspect
 import json
+import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
@@ -26,13 +27,14 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from grpo_roc_jax.settings.other_names import CLOSE_ALONE, close_to, near_choice, use_recipe
+from grpo_roc_jax.hints.other_names import CLOSE_ALONE, close_to, near_choice, use_recipe
 
 T = TypeVar("T")
 
 AtLeast1 = Annotated[int, Ge(1)]
 AtLeast2 = Annotated[int, Ge(2)]
 Count = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(1 << 63)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -85,6 +87,8 @@ class Axis:
         """The kind that a configuration names: a value of the axis, a name, or a mapping with `kind`."""
         if isinstance(value, cls):
             return value
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if isinstance(value, str):
             value = cls.spelled_out(value)
         if isinstance(value, bool):  # `lora: true` in a file
@@ -161,7 +165,7 @@ def kind(name: str) -> Callable[[type[T]], type[T]]:
 
     @dataclass_transform(frozen_default=True)
     def register(cls: type[T]) -> type[T]:
-        if not cls.axis:
+        if not (issubclass(cls, Axis) and cls.axis):
             raise TypeError(f"{cls.__name__}: kind {name!r} has no axis; derive it from one, such as Advantage")
         cls.kind = name
         made = settings(cls)
@@ -234,6 +238,15 @@ def is_left_out(cls: type, name: str, value: Any) -> bool:
         return False
     field_type = type_of(cls, name)
     return dataclasses.is_dataclass(field_type) or typing.get_origin(field_type) is tuple
+
+
+def absent_sections(cls: type, prefix: str = "") -> Iterator[str]:
+    """`section.field` of the sections, and lists of sections, that are absent by default."""
+    for name in fields_of(cls):
+        if is_left_out(cls, name, None):
+            yield f"{prefix}{name}"
+        elif dataclasses.is_dataclass(section := type_of(cls, name)) and not issubclass(section, Axis):
+            yield from absent_sections(section, f"{prefix}{name}.")
 
 
 def as_mapping(value: Any) -> Any:

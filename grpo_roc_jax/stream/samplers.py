@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -153,7 +153,7 @@ class Report:
     """Number of rows in flight of the other groups that it has begun, by the number of the group."""
     stats: tuple[RolloutStats, ...] = ()
     refused: int = -1
-    """Version of weights that arrived with another hash, and were not used."""
+    """Version of weights that arrived with another hash since the last report, and were not used."""
     failure: str = ""
     """Traceback of an exception that ended the sampler."""
 
@@ -201,6 +201,7 @@ class HostedGroups:
             self._refused = weights.version
             return
         policy, engine = self._policy, self._sampling.sampler.engine
+        self._weights = None  # a second copy would take memory
         self._weights = engine.publish(policy.full(policy.placed(weights.params)), weights.version)
         self._version, self._refused = weights.version, -1
         if self._warm_up:
@@ -221,12 +222,13 @@ class HostedGroups:
         if complete and not self.open_groups:
             self._source.release()
         groups = (CompletedGroup(group.number, tuple(map(tuple, group.rows)), group.scored) for group in complete)
+        refused, self._refused = self._refused, -1
         return Report(
             version=self._version,
             groups=tuple(groups),
             unfinished=self._source.unfinished,
             stats=stats,
-            refused=self._refused,
+            refused=refused,
         )
 
 
@@ -234,13 +236,22 @@ class RemoteSampler:
     """A sampler in a process of its own: a thread that makes the parts and runs the engine, and the two calls that a
     transport passes on. It makes everything from the configuration of the run, on the devices of its process."""
 
-    def __init__(self, config: Config, registry: Registry | None = None, functions: Mapping | None = None):
+    def __init__(
+        self,
+        config: Config,
+        registry: Registry | None = None,
+        functions: Mapping | None = None,
+        *,
+        open_parts: Callable[..., AbstractContextManager[tuple[PolicyModel, GroupSampler]]] = make_parts,
+    ):
         """
         Args:
             config: Configuration of the run.
             registry: Tools that were passed to `train`.
             functions: Functions that were passed to `train`.
+            open_parts: Opens the policy and its group sampler.
         """
+        self._open_parts = open_parts
         self._changed = threading.Condition()
         self._inbox: deque[tuple[Orders, Weights | None]] = deque()
         self._report = Report(ready=False)
@@ -272,7 +283,7 @@ class RemoteSampler:
 
     def _run(self, config: Config, registry: Registry | None, functions: Mapping | None) -> None:
         try:
-            with given(functions), make_parts(config, registry=registry) as (policy, sampling):
+            with given(functions), self._open_parts(config, registry=registry) as (policy, sampling):
                 here = f"{socket.gethostname()}, process {os.getpid()}, {describe_device()}"
                 self._work(HostedGroups(policy, sampling), here)
         except Exception as error:
@@ -298,6 +309,7 @@ class RemoteSampler:
             with self._changed:
                 before = self._report
                 merged = {"groups": before.groups + new.groups, "stats": before.stats + new.stats}
+                merged |= {"refused": max(before.refused, new.refused)}
                 self._report = replace(new, host=host, **merged)
                 self._changed.notify_all()
 

@@ -126,6 +126,7 @@ class ChatFormat:
         self._stop_tags = tuple(stop_tags)
         self._stop = StopTest(convention, ANSWER_CLOSE, tools=tools, **self._thoughts)
         instruction = DEFAULT_INSTRUCTION if config.instruction == "default" else config.instruction
+        instruction = instruction.lstrip() if glue.user_trims[0] else instruction
         self.instruction = instruction + "\n\n" if instruction else ""
         """Text before the problem, with the empty line that separates them."""
         self._prompt_open = self._glued(glue.prompt_open + self.instruction)
@@ -176,8 +177,12 @@ class ChatFormat:
             problem: Its prompt is plain text: no tag in it becomes a special id.
             suffix: Appended to the user message. Plain text (a hint), except that reward tokens become special ids.
         """
-        pieces = [*self._prompt_open, problem.prompt]
-        for part in self._reward_token.split(suffix):
+        start, end = self.glue.user_trims
+        first, *parts = _trimmed(
+            [problem.prompt, *self._reward_token.split(suffix)], start and not self.instruction, end
+        )
+        pieces = [*self._prompt_open, first]
+        for part in parts:
             pieces += self._trusted(part) if part in REWARD_TOKENS else [part]
         return self._ids([*pieces, *self._prompt_close])
 
@@ -259,7 +264,7 @@ class ChatFormat:
 
     def question_ids(self, text: str, *, closed: bool = False) -> list[int]:
         """Ids that follow a last turn when the user writes again; `text` is plain text."""
-        pieces = [*self._user_open, text, *self._prompt_close]
+        pieces = [*self._user_open, *_trimmed([text], *self.glue.user_trims), *self._prompt_close]
         return self._ids(pieces, last=self.end_id) if closed else self._ids([self.end_id, *pieces])
 
     @property
@@ -304,6 +309,7 @@ class ChatFormat:
         names = [plain_name(call.name) if call is not None and call.name else "tool" for call in answered]
         pieces: Pieces = []
         for i, text in enumerate(shown):
+            text = _trimmed([text], *self.glue.observation_trims)[0]
             glue = self._observation_between if i else self._observation_open
             first = max(0, i - 1)
             pieces += [*_with_ids(glue, ids[first:], names[first:]), text]
@@ -399,11 +405,10 @@ class ChatFormat:
             return before + rest
         calls = hermes.find_calls(rest, over=True, tools=self._tools)
         before_call = rest.partition(CALL_OPEN)[0]
+        write = self.convention.write_calls
         if self.convention.thought is not None:  # thoughts and calls are separate messages
-            return before + (
-                self.convention.write_calls(before_call, calls) if calls else self.convention.write_text(rest)
-            )
-        return self.convention.write_calls((before + before_call).rstrip("\n"), calls) if calls else before + rest
+            return before + (write(before_call, calls, self._tools) if calls else self.convention.write_text(rest))
+        return write((before + before_call).rstrip("\n"), calls, self._tools) if calls else before + rest
 
     def call_opening(self, name: str = "") -> str:
         """The beginning of a turn that calls a tool at once, up to the first choice of the policy.
@@ -411,7 +416,7 @@ class ChatFormat:
         Args:
             name: Name of the tool; if empty, the policy chooses it.
         """
-        calls = [(name, {}), (name, {"a": 1})] if name else [("b", {}), ("c", {})]
+        calls = [(name, {}), (name, {"xARGUMENTx": "x"})] if name else [("b", {}), ("c", {})]
         turns = [CONVENTIONS["hermes"].write_calls("</reason>", [ToolCall(*call, "")]) for call in calls]
         first, second = map(self.written, turns)
         return first[: next(i for i, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1)]
@@ -436,21 +441,35 @@ class ChatFormat:
         tokens = chat.prompt_ids(trace.problem, suffix)
         mask = [False] * len(tokens)
         for i, text in enumerate(trace.turns):
-            turn = self.turn_ids(self.written(text))
+            turn = chat.turn_ids(chat.written(text))
             tokens += turn
             mask += [True] * len(turn)
             if i < len(trace.observations):
                 reply = trace.replies[i] if trace.replies else ""
-                closed = turn[-1] in ({self.end_id} if reply else self._call_closing_ids)
-                calls = () if reply else self.parse_turn(turn).calls
+                closed = turn[-1] in ({chat.end_id} if reply else chat._call_closing_ids)
+                calls = () if reply else chat.parse_turn(turn).calls
                 glue = (
-                    self.question_ids(self.shown(reply), closed=closed)
+                    chat.question_ids(chat.shown(reply), closed=closed)
                     if reply
-                    else self.observation_ids(trace.observations[i], closed=closed, calls=calls)
+                    else chat.observation_ids(trace.observations[i], closed=closed, calls=calls)
                 )
                 tokens += glue
                 mask += [False] * len(glue)
         return np.asarray(tokens, np.int32), np.asarray(mask, bool)
+
+
+def _trimmed(parts: Sequence[str], start: bool, end: bool) -> list[str]:
+    """The parts of a message without white space at its start and its end, as far as its template removes it."""
+    trimmed = list(parts)
+    for removes, strip, indices in (
+        (start, str.lstrip, range(len(trimmed))),
+        (end, str.rstrip, reversed(range(len(trimmed)))),
+    ):
+        for i in indices if removes else ():
+            trimmed[i] = strip(trimmed[i])
+            if trimmed[i]:
+                break
+    return trimmed
 
 
 def _opens(text: str) -> bool:
@@ -474,10 +493,18 @@ def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[
         tools: JSON schemas (`{"type": "function", "function": {...}}`) for the system message when `tools_section`.
 
     Raises:
-        ValueError: The vocabulary lacks the tokens of the template, the template cannot be used, or `tools_section` is
-            on without a tool.
+        ValueError: The vocabulary lacks the tokens of the template, the template cannot be used, `tools_section` is on
+            without a tool, or the form of calls cannot write the name of a tool.
     """
     if config.tools_section and not tools:
         raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
     glue, convention = choose_glue(config, tokenizer, tools)
+    for name, function in functions_of(tools).items():
+        written = convention.write_calls("", [ToolCall(name, {}, "")], [function])
+        if [call.name for call in convention.find_calls(written, over=True, tools=[function])] != [name]:
+            form = next(form for form, other in CONVENTIONS.items() if other is convention)
+            raise ValueError(
+                f"the tool {name!r:.120} cannot be called in the form {form}, which reads {written.strip()!r:.200} as "
+                "another call or as none; rename the tool, or set text.calls to another form"
+            )
     return ChatFormat(config, tokenizer, glue, convention, tools)

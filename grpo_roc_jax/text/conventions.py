@@ -53,7 +53,7 @@ class HermesCalls(CallForm):
         state, end, after = block_end(text, begin)
         return CallSpan(opened, after, (parse_call(text[begin:end], tools),), state, ended=after > end)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         written = (call.raw if call.fault else f"\n{as_json(call, 'arguments')}\n" for call in calls)
         return "\n".join([text_before, *(f"{CALL_OPEN}{text}{CALL_CLOSE}" for text in written)])
 
@@ -147,18 +147,21 @@ class XmlCalls(HermesCalls):
         arguments = {key: typed(value, known.get(key, {})) for key, value in values}
         return call_of({"name": name.strip(), "arguments": arguments}, raw)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
-        return "\n".join([text_before, *map(self._written, calls)])
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
+        return "\n".join([text_before, *(self._written(call, tools) for call in calls)])
 
-    def _written(self, call: ToolCall) -> str:
+    def _written(self, call: ToolCall, tools: Tools) -> str:
         if call.fault:
             return f"{CALL_OPEN}{call.raw}{CALL_CLOSE}"
-        return or_json(self, call, self._as_xml, lambda call: HermesCalls().write_calls("", [call])[1:])
+        return or_json(self, call, tools, self._as_xml, lambda call: HermesCalls().write_calls("", [call])[1:])
 
     @staticmethod
     def _as_xml(call: ToolCall) -> str:
-        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in call.arguments.items()}
-        lines = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        lines = (
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n"
+            "</parameter>\n"
+            for key, value in call.arguments.items()
+        )
         return f"{CALL_OPEN}\n<function={call.name}>\n{''.join(lines)}</function>\n{CALL_CLOSE}"
 
 
@@ -173,7 +176,8 @@ class LlamaCalls(CallForm):
     end_tokens = ("<|eom_id|>",)
     openings = ("<|python_tag|>",)
     _tag = "<|python_tag|>"
-    _begins = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"')
+    _keys = ("name", "type", "function", "parameters", "arguments")
+    _begins = re.compile(rf'\s*\{{\s*"(?:{"|".join(_keys)})"')
     _line = re.compile(LINE_BEGIN + r'\{\s*"(?:name|type|function)"', re.MULTILINE)
     _given = re.compile(r'"(?:parameters|arguments)"\s{0,8}:')
     _between = re.compile(r"\s*[;,]?\s*")
@@ -192,15 +196,22 @@ class LlamaCalls(CallForm):
         return min((span for span in spans if span is not None), key=lambda span: span.start, default=None)
 
     def _after_tag(self, text: str, at: int, tools: Tools) -> CallSpan | None:
-        """The call after the first tag that is followed by JSON, or else after the last tag."""
-        tag = begin = -1
+        """The call after the first tag that is followed by JSON of a call, or else the code after the last tag."""
+        tag = -1
         while (position := text.find(self._tag, at)) >= 0:
             tag, at = position, position + len(self._tag)
             begin = after_space(text, at)
-            if text[begin : begin + 1] in ("{", "["):
+            if self._may_call(text, begin):
                 return self._object(text, tag, begin, tools)
         code = text[tag + len(self._tag) :]
         return CallSpan(tag, len(text), (_code_call(code, tools),), "closed") if tag >= 0 else None
+
+    def _may_call(self, text: str, begin: int) -> bool:
+        """Whether JSON of a call, or of a list of calls, begins at `begin`; the text may end inside its first key."""
+        head = "".join(text[begin : begin + 300].split())
+        inside = head.removeprefix("[")
+        keys = (f'{{"{key}"' for key in self._keys)
+        return bool(head) and any(inside.startswith(key) or key.startswith(inside) for key in keys)
 
     def _object(self, text: str, start: int, begin: int, tools: Tools) -> CallSpan:
         """The call, or list of calls, whose JSON begins at `begin`."""
@@ -235,7 +246,7 @@ class LlamaCalls(CallForm):
             at = end
         return None
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         texts = "; ".join(call.raw if call.fault else as_json(call, "parameters") for call in calls)
         return f"{text_before}{self._tag}{texts}" if text_before.strip() or not self._begins.match(texts) else texts
 
@@ -259,7 +270,7 @@ class GemmaCalls(CallForm):
         calls = tuple(python_calls(text[begin + 1 : end]))
         return CallSpan(opened.start(), after, calls, "closed" if fence else "open", ended=fence is not None)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         texts = (call.raw.strip() if call.fault else _as_python(call) for call in calls)
         return "\n".join(
             [
@@ -325,7 +336,7 @@ class MistralCalls(CallForm):
             return CallSpan(tag, end, (fault,), state, ended=state == "closed" or further >= 0)
         return CallSpan(tag, end, (call_of(call, json.dumps(call), tools),), "closed")
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         if self._marked:
             return text_before + "".join(f"{self._tag}{self._marked_text(call)}" for call in calls)
         texts = (

@@ -114,9 +114,9 @@ class GlmCalls(CallForm):
             return CallSpan(opened, after, (fault,), "broken", ended=close >= 0)
         return CallSpan(opened, len(text), (malformed(text[begin:], CUT_OFF, head[1]),), "open", ended=False)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         texts = (
-            f"{CALL_OPEN}{call.raw}{CALL_CLOSE}" if call.fault else or_json(self, call, self._written, _hermes)
+            f"{CALL_OPEN}{call.raw}{CALL_CLOSE}" if call.fault else or_json(self, call, tools, self._written, _hermes)
             for call in calls
         )
         return "\n".join([self.write_text(text_before), *texts])
@@ -191,7 +191,7 @@ class DeepSeekCalls(CallForm):
         raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(self._end))
         return CallSpan(start, after, (malformed(raw, message, name),), state, ended=close >= 0)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         between = "\n" if self._fenced else ""
         texts = (f"{self._begin}{call.raw if call.fault else self._written(call)}{self._end}" for call in calls)
         return f"{text_before}{self._first}{between.join(texts)}{self._last}"
@@ -213,7 +213,7 @@ class KimiCalls(CallForm):
     _begin, _sep, _end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     openings = (_first, _begin)
     marks = (_first, _last, _begin, _sep, _end)
-    _head = re.compile(r"\s*(?:functions\.)?([^\s<:]+)(?::(\d{1,9}))?\s*<\|tool_call_argument_begin\|>\s*(?=[{n<])")
+    _head = re.compile(r"\s*(?:functions\.)?([^\s<]+?)(?::(\d{1,9}))?\s*<\|tool_call_argument_begin\|>\s*(?=[{n<])")
 
     def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
         position = text.find(self._begin, at)
@@ -241,7 +241,7 @@ class KimiCalls(CallForm):
         fault = malformed(raw, "must be functions.NAME:0, the mark of arguments and a JSON object")
         return CallSpan(start, after, (fault,), state, ended=close >= 0)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         texts = (
             f"{self._begin}{call.raw if call.fault else self._written(call, i)}{self._end}"
             for i, call in enumerate(calls)
@@ -300,7 +300,7 @@ class JsonListCalls(CallForm):
         closed = bool(self._closing) and text.startswith(self._closing, close)
         return CallSpan(opened.start(), close + len(self._closing) if closed else end, tuple(calls), "closed")
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         texts = (call.raw if call.fault else as_json(call, "arguments") for call in calls)
         return f"{text_before}{self.openings[0]}[{', '.join(texts)}]{self._closing}"
 
@@ -322,8 +322,9 @@ class PythonCalls(CallForm):
         as_json: Values are written and read first as JSON.
     """
 
-    _name = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?=\()")
-    _list = re.compile(LINE_BEGIN + r"(?:<\|python_tag\|>)?\[(?=\s*[A-Za-z_][\w.-]*\()", re.MULTILINE)
+    _name = re.compile(r"\s*([\w./:-]+)\s*(?=\()")
+    _list = re.compile(LINE_BEGIN + r"(?:<\|python_tag\|>)?\[(?=\s*([\w./:-]+)\()", re.MULTILINE)
+    _usual = re.compile(r"[A-Za-z_][\w.-]*")
     _pair = re.compile(r"\s*([^\s=,()\[\]{}\"']+)\s*=(?!=)")
 
     def __init__(self, tags: tuple[str, str] | None, *, as_json: bool):
@@ -341,8 +342,11 @@ class PythonCalls(CallForm):
             if opened < 0:
                 return None
             return self._sequence(text, opened, opened + len(self._tags[0]), self._tags[1], "\n")
-        opening = self._list.search(text, at)
-        return self._sequence(text, opening.start(), opening.end(), "]", ",") if opening else None
+        known = functions_of(tools)
+        for opening in self._list.finditer(text, at):  # `[2(x+1)]` is prose, unless a tool has such a name
+            if self._usual.fullmatch(opening[1]) or opening[1] in known:
+                return self._sequence(text, opening.start(), opening.end(), "]", ",")
+        return None
 
     def _sequence(self, text: str, start: int, begin: int, closing: str, between: str) -> CallSpan:
         """The calls from `begin` to the closing mark."""
@@ -361,7 +365,7 @@ class PythonCalls(CallForm):
                 here += 1
             name = self._name.match(text, here)
             if name is None:
-                if re.fullmatch(r"\s*[\w.-]*", text[here : here + 200]) and len(text) - here < 200:
+                if re.fullmatch(r"\s*[\w./:-]*", text[here : here + 200]) and len(text) - here < 200:
                     return self._cut(text, start, begin, calls)
                 return self._broken(text, start, begin, here, closing)
             state, end, commas = bracket_end(text, name.end())
@@ -400,7 +404,7 @@ class PythonCalls(CallForm):
                 return malformed(name + raw, fault, name)
         return call_of({"name": name, "arguments": arguments}, name + raw)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         texts = [self._faulty(call.raw.strip()) if call.fault else self._written(call) for call in calls]
         if self._tags:
             return f"{text_before}{self._tags[0]}{chr(10).join(texts)}{self._tags[1]}"
@@ -484,7 +488,7 @@ class GemmaFunctionCalls(CallForm):
         message = CUT_OFF if state == "open" else "must be call:NAME{key:value}"
         return CallSpan(opened, after, (malformed(raw, message, name),), state, ended=close >= 0)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         return text_before + "".join(f"{self._begin}{self._written(call)}{self._end}" for call in calls)
 
     def _written(self, call: ToolCall) -> str:
@@ -521,23 +525,35 @@ class HarmonyCalls(CallForm):
 
     def _call(self, text: str, start: int, begin: int, recipient: str, tools: Tools) -> CallSpan:
         name = recipient.removeprefix("functions.")
+        if recipient == "python" and name not in functions_of(tools):
+            takers = [tool for tool in functions_of(tools) if CODE in properties_of(tool, tools)]
+            if takers:  # the built-in tool of the guide takes its code as plain text
+                return self._code(text, start, begin, takers[0])
         body = after_space(text, begin)
         state, end = json_span(text, body) if text[body : body + 1] == "{" else ("broken", body)
         over = self._over.search(text, end if state != "open" else len(text))
         close = over.end() if over and over.group() != "<|start|>" else over.start() if over else len(text)
         raw = text[begin : over.start() if over else len(text)]
-        if name not in functions_of(tools) and recipient == "python":
-            takers = [tool for tool in functions_of(tools) if "code" in properties_of(tool, tools)]
-            if takers and state != "closed":  # the built-in tool of the guide takes its code as plain text
-                call = call_of({"name": takers[0], "arguments": {"code": raw}}, raw)
-                return CallSpan(start, close, (call,), "closed" if over else "open", ended=over is not None)
         if state == "closed" and not text[end : over.start() if over else len(text)].strip():
             return CallSpan(start, close, (_json_call(name, text[body:end], raw, tools),), "closed")
         empty = raw.strip() in ("", "null") and over is not None
         call = _json_call(name, raw, raw, tools) if empty else malformed(raw, "the arguments are no JSON object", name)
         return CallSpan(start, close, (call,), "closed" if empty else state, ended=over is not None)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def _code(self, text: str, start: int, begin: int, name: str) -> CallSpan:
+        """The call of a tool with the code that begins at `begin`, or with the arguments that hold it."""
+        over = self._over.search(text, begin)
+        close = over.end() if over and over.group() != "<|start|>" else over.start() if over else len(text)
+        raw = text[begin : over.start() if over else len(text)]
+        try:
+            given = json.loads(raw)
+        except (RecursionError, ValueError):
+            given = None
+        arguments = given if isinstance(given, dict) and CODE in given else {CODE: raw}
+        call = call_of({"name": name, "arguments": arguments}, raw)
+        return CallSpan(start, close, (call,), "closed" if over else "open", ended=over is not None)
+
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         before = (
             f"<|channel|>commentary<|message|>{text_before.strip()}<|end|><|start|>assistant"
             if text_before.strip()
@@ -548,7 +564,7 @@ class HarmonyCalls(CallForm):
     @staticmethod
     def _written(call: ToolCall) -> str:
         arguments = call.raw if call.fault else _arguments(call)
-        return f" to=functions.{plain_name(call.name)}<|channel|>commentary json<|message|>{arguments}"
+        return f" to=functions.{call.name}<|channel|>commentary json<|message|>{arguments}"
 
     def write_text(self, text: str) -> str:
         return f"<|channel|>final<|message|>{text}"
@@ -609,7 +625,7 @@ class CodeCalls(CallForm):
         name = PYTHON_TOOL if PYTHON_TOOL in takers else takers[0]
         return call_of({"name": name, "arguments": {"code": body}}, body)
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
         texts = (call.raw if call.fault else self._written(call) for call in calls)
         return "\n".join([text_before, *(f"{self._open}{text}{self._close}" for text in texts)])
 

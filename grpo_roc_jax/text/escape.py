@@ -89,8 +89,6 @@ class ObservationEncoder:
     def shown(self, observation: str) -> str:
         """One observation as text: at most `max_tokens` tokens, head and tail kept around a visible marker."""
         limit = self._limit
-        if self._as_json:
-            observation = json.dumps(observation, ensure_ascii=False)[1:-1]
         encode, text = self._tokenizer.encode, self.escape(observation)
         # The limit cannot hold so many characters, so only the two ends are worth tokenizing.
         reach = 64 * limit
@@ -98,21 +96,33 @@ class ObservationEncoder:
         first = encode(parts[0])
         last = first if len(parts) == 1 else encode(parts[1])
         if len(parts) == 1 and len(first) <= limit:
-            return self._checked(text)
-        room = max(2, limit - len(encode(_omission(len(text)))))
+            quoted = self._quoted(text)
+            if not self._as_json or len(encode(quoted)) <= limit:
+                return self._checked(quoted)
+        room = max(2, min(limit - len(encode(_omission(len(text)))), len(first)))
         cut = self._cut(first, last, room, len(text))
-        while room > 2 and (excess := len(encode(cut)) - limit) > 0:
-            room = max(2, room - excess)
+        while room and (excess := (size := len(encode(cut))) - limit) > 0:
+            room -= max(1, excess * room // size)
             cut = self._cut(first, last, room, len(text))
         return self._checked(cut)
 
+    def _quoted(self, text: str) -> str:
+        """A text as the template has it."""
+        return json.dumps(text, ensure_ascii=False)[1:-1] if self._as_json else text
+
     def _cut(self, first: list[int], last: list[int], room: int, characters: int) -> str:
-        """`room` tokens from the two ends of a text with so many characters; partial characters are dropped."""
+        """`room` tokens from the two ends of a text with so many characters, as the template has them; partial
+        characters are dropped."""
         decode = self._tokenizer.decode
         head = decode(first[: room - room // 2]).rstrip("\ufffd")
         tail = decode(last[len(last) - room // 2 :]).lstrip("\ufffd")
-        omitted = self._tokenizer.encode(_omission(characters - len(head) - len(tail)))
-        return head + decode(omitted[: self._limit - room]) + tail
+        omitted = self._tokenizer.encode(self._quoted(_omission(characters - len(head) - len(tail))))
+        marker = self._whole(decode(omitted[: self._limit - room]))
+        return self._quoted(head) + marker + self._quoted(tail)
+
+    def _whole(self, text: str) -> str:
+        """The beginning of a text in JSON, without an escape that is cut at its end; any other text."""
+        return _WHOLE.match(text).group() if self._as_json else text
 
     def _checked(self, text: str) -> str:
         """`text` if its ids contain no mark. Otherwise it is escaped once more, since the tokenizer's normalizer can
@@ -120,7 +130,7 @@ class ObservationEncoder:
         encode, decode = self._tokenizer.encode, self._tokenizer.decode
         if not self._forges(ids := encode(text)):
             return text
-        text = decode(encode(self.escape(decode(ids)))[: self._limit])
+        text = self._whole(decode(encode(self.escape(decode(ids)))[: self._limit]))
         if self._forges(encode(text)):
             text = decode(encode(WITHHELD)[: self._limit])
         assert not self._forges(encode(text)), "the tokenizer makes tags out of ordinary words"
@@ -131,13 +141,18 @@ class ObservationEncoder:
         return special or self._forgery.search(self._tokenizer.decode(ids)) is not None
 
 
+_WHOLE = re.compile(r"(?:[^\\]|\\u[0-9a-fA-F]{4}|\\[^u])*+", re.DOTALL)
+
+
 def _omission(characters: int) -> str:
     return f"\n[... {characters} characters omitted ...]\n"
 
 
 def _forgery_pattern(tags: Iterable[str], marks: Iterable[str]) -> re.Pattern[str]:
     """Matches what could pass for a tag: protocol tags and marks in any case and spacing, `<|name|>`, exact tags."""
-    patterns = [r"<\s{0,4}\|", *map(re.escape, tags)]
+    # A tag that is a word is one only as a word: `name` in `rename` is not.
+    exact = (rf"(?<!\w){re.escape(tag)}(?!\w)" if re.fullmatch(r"\w+", tag) else re.escape(tag) for tag in tags)
+    patterns = [r"<\s{0,4}\|", *exact]
     # A mark counts with its end only: `<function=` is one of Qwen3-Coder, `<function f at 0x7f>` an ordinary output.
     for group, opening, closing in (
         (PROTOCOL_TAGS, "<", r"\b"),

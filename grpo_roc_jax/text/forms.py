@@ -67,8 +67,14 @@ class CallForm:
             at = span.end
         return calls
 
-    def write_calls(self, text_before: str, calls: Sequence[ToolCall]) -> str:
-        """A turn of text followed by calls, in the form that `find_calls` reads; used to write demonstrations."""
+    def write_calls(self, text_before: str, calls: Sequence[ToolCall], tools: Tools = ()) -> str:
+        """A turn of text followed by calls, in the form that `find_calls` reads; used to write demonstrations.
+
+        Args:
+            text_before: The text.
+            calls: The calls, in order.
+            tools: As in `next_call`; those with which the turn will be read.
+        """
         raise NotImplementedError
 
     def write_text(self, text: str) -> str:
@@ -187,18 +193,22 @@ def _choices(schema: Mapping[str, Any]) -> list[Any]:
 
 def typed(value: str, schema: Mapping[str, Any]) -> Any:
     """A value from its text. It is read as JSON (or Python's True, False, None) if the schema admits no text, or if it
-    lists values of which the text is none."""
+    lists values of which the text is none. Where a schema admits text and other values, null, lists and objects are
+    read so if it admits them; numbers and booleans are text."""
     types = _types(schema)
     listed = _choices(schema)
-    if (types is None or "string" in types) and (not listed or value in listed):
+    if types is None or value in listed:
         return value
     try:
         read = json.loads(value)
     except (RecursionError, ValueError):
         read = {"True": True, "False": False, "None": None}.get(value.strip(), value)
-    if types is None or "string" in types:  # text and other values are listed
+    if "string" not in types:
+        return read
+    if listed:
         return read if any(type(read) is type(choice) and read == choice for choice in listed) else value
-    return read
+    kind = _JSON_TYPES.get(type(read), "null")
+    return read if kind in types & {"null", "array", "object"} else value
 
 
 def schema_of(call: ToolCall) -> Tools:
@@ -208,10 +218,11 @@ def schema_of(call: ToolCall) -> Tools:
 
 
 def or_json(
-    form: CallForm, call: ToolCall, write: Callable[[ToolCall], str], fallback: Callable[[ToolCall], str]
+    form: CallForm, call: ToolCall, tools: Tools, write: Callable[[ToolCall], str], fallback: Callable[[ToolCall], str]
 ) -> str:
-    """A call as `write` writes it, or as JSON if the form cannot distinguish its values from its marks."""
+    """A call as `write` writes it, or as JSON if that would be read as another call: because a value holds marks of the
+    form, or would be of another type under the schema of its tool."""
     text = write(call)
-    calls = form.find_calls(text, over=False, tools=schema_of(call))
+    calls = form.find_calls(text, over=False, tools=tools if call.name in functions_of(tools) else schema_of(call))
     same = [(read.name, read.arguments, read.fault) for read in calls] == [(call.name, call.arguments, None)]
     return text if same else fallback(call)

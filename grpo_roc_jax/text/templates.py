@@ -22,19 +22,12 @@ from grpo_roc_jax.settings.files import read_text
 from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
 from grpo_roc_jax.text.template_bounds import BoundedEnvironment
-from grpo_roc_jax.text.tokenizer import named_tokens, read_json
+from grpo_roc_jax.text.tokenizer import MORE_TEMPLATES, MOST_TEMPLATE_BYTES, named_tokens, read_json
 from grpo_roc_jax.types import ToolCall
 
 Message = Mapping[str, Any]
 USER = "xUSERx"
-"""Placeholders for texts: letters without spaces around them, which no template changes."""
-
-
-MORE_TEMPLATES = "additional_chat_templates"
-"""Folder of a model directory with the templates that have a name, such as `tool_use.jinja`, as transformers 5 writes
-them."""
-MOST_TEMPLATE_BYTES = 4 << 20
-"""Largest template in bytes; published ones have some thousands."""
+"""Placeholder for a text: letters, which no template changes."""
 
 
 class TemplateError(ValueError):
@@ -72,6 +65,10 @@ class Glue:
     """Beginnings of the template's marks, such as `<think` and `[/INST`; no observation may imitate them."""
     call_end: str = ""
     """Text that ends a turn of calls, if it differs from `end`."""
+    user_trims: tuple[bool, bool] = (False, False)
+    """Whether the template removes white space from the start, and from the end, of a user message."""
+    observation_trims: tuple[bool, bool] = (False, False)
+    """The same of an observation."""
 
 
 _MARK = re.compile(r"</?[A-Za-z][\w-]{1,30}(?=[>=])|\[/?[A-Z][A-Z_]{1,30}(?=\])|<</?SYS(?=>>)")
@@ -162,7 +159,7 @@ class ChatTemplate:
         def distance(name: str) -> tuple[bool, bool]:
             form, turn = CONVENTIONS[name], turns[name]
             marked = any(mark in turn for mark in form.openings)
-            return not marked, form.write_calls("", [PROBE]).strip() not in turn
+            return not marked, form.write_calls("", [PROBE], _PROBE_TOOLS).strip() not in turn
 
         yield from sorted(turns.items(), key=lambda turn: distance(turn[0]))
 
@@ -335,8 +332,8 @@ def make_glue(
             end token after a turn.
     """
 
-    def rendered(*messages: Message) -> str:
-        return template.render([*_start(system), *messages], tools=tools, add_generation_prompt=True)
+    def rendered(*messages: Message, user: str = USER) -> str:
+        return template.render([*_start(system, user), *messages], tools=tools, add_generation_prompt=True)
 
     def observed(*texts: str) -> str:
         return _first_accepted(
@@ -369,6 +366,8 @@ def make_glue(
         observation_between=_around(between, SECOND, template)[0],
         observation_close=after,
         as_user=as_user,
+        user_trims=_trims(lambda text: rendered(user=text), USER),
+        observation_trims=_trims(observed, FIRST),
         json_observations=f'{FIRST}\\"{FIRST}' in observed(f'{FIRST}"{FIRST}'),
         thought_open=thought_open,
         thought_close=thought_close,
@@ -376,8 +375,14 @@ def make_glue(
     )
 
 
-def _start(system: str) -> list[Message]:
-    user = {"role": "user", "content": USER}
+def _trims(render: Callable[[str], str], text: str) -> tuple[bool, bool]:
+    """Whether a rendering removes white space before, and after, a text."""
+    plain, spaced = render(text).partition(text), render(f" {text} ").partition(text)
+    return plain[0] == spaced[0], plain[2] == spaced[2]
+
+
+def _start(system: str, user: str = USER) -> list[Message]:
+    user = {"role": "user", "content": user}
     return [{"role": "system", "content": system}, user] if system else [user]
 
 

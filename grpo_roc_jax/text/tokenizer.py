@@ -17,7 +17,7 @@ import sentencepiece
 import tokenizers
 
 from grpo_roc_jax.gguf_files.folder import is_gguf, open_gguf
-from grpo_roc_jax.settings.files import read_json_object
+from grpo_roc_jax.settings.files import read_json_object, read_text
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
 
 PAD_PIECE = "<|pad|>"
@@ -32,6 +32,19 @@ KNOWN_MARKS = (*CHATML_TAGS, *PROTOCOL_TAGS, "<start_of_turn>", "<end_of_turn>",
 
 PLAIN_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 """How an added special token is matched, as `tokenizer.json` writes it: exactly, at any position."""
+
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of a model directory with the templates that have a name, such as `tool_use.jinja`, as transformers 5 writes
+them."""
+MOST_TEMPLATE_BYTES = 4 << 20
+"""Largest template in bytes; published ones have some thousands."""
+
+_HTML = (
+    "a b blockquote body br caption code div em footer h1 h2 h3 h4 h5 h6 hr html i iframe img li ol p pre span strong "
+    "sub sup table tbody td tfoot th thead tr u ul"
+)
+_WORDS = re.compile(rf"[\w \u2581]+|</?(?:{'|'.join(_HTML.split())})>")
+"""Texts of added tokens that are ordinary unless a dialogue uses them: words, and elements of HTML, which Gemma has."""
 
 WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 """White space in Unicode, which is what added tokens take in; `str.strip` would take four control characters too."""
@@ -223,27 +236,44 @@ def without_pieces(proto: bytes, texts: set[str]) -> bytes:
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`; its added tokens are special.
+    """A Hugging Face `tokenizer.json`; those of its added tokens are special that `may_be_mark`.
 
-    The library matches added tokens inside the text it encodes. A second copy without them does the encoding here, so
-    a tool that prints `<|im_end|>` yields the characters. Added runs of whitespace stay, since they mark no role.
+    The library matches added tokens inside the text it encodes. A second copy without the special ones does the
+    encoding here, so a tool that prints `<|im_end|>` yields the characters.
+
+    Args:
+        spec: Content of the file.
+        eos_token: Text of the end token; empty to look it up.
+        pad_token: The same of the padding token.
+        dialogue: Texts of which the dialogue is made, such as chat templates; added tokens in them are special.
+        origin: Where the file is, for messages.
     """
 
-    def __init__(self, spec: dict[str, Any], *, eos_token: str = "", pad_token: str = "", origin: str = "tokenizer"):
-        tokens = [token for token in spec.get("added_tokens") or () if token["content"].strip()]
-        added = {token["content"]: token["id"] for token in tokens}
-        self.strips = Strips.of({token["id"]: token for token in tokens})
-        whitespace_tokens = [token for token in spec.get("added_tokens") or () if not token["content"].strip()]
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        eos_token: str = "",
+        pad_token: str = "",
+        dialogue: str = "",
+        origin: str = "tokenizer",
+    ):
+        self._byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
+        tokens = spec.get("added_tokens") or ()
+        dialogue = "\n".join((dialogue, eos_token, pad_token))
+        special = {token["content"] for token in tokens if may_be_mark(token, dialogue)}
+        added = {token["content"]: token["id"] for token in tokens if token["content"] in special}
+        self.strips = Strips.of({token["id"]: token for token in tokens if token["content"] in special})
+        ordinary = [token for token in tokens if token["content"] not in special and self._restores(token["content"])]
         self._specials = added
-        self.special_ids = frozenset(added.values())
         after = _after_specials(spec.get("pre_tokenizer"))
         decoder = spec.get("decoder") if after == spec.get("pre_tokenizer") else _without_strip(spec.get("decoder"))
         self._full = tokenizers.Tokenizer.from_str(json.dumps(spec | {"decoder": decoder}))
-        plain = spec | {"added_tokens": whitespace_tokens, "pre_tokenizer": after}
+        plain = spec | {"added_tokens": ordinary, "pre_tokenizer": after}
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
-        self._byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
-        self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in whitespace_tokens}
+        self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in ordinary}
+        self._ordinary = frozenset(self._renumbered.values())
         for tokenizer in (self._full, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -255,6 +285,15 @@ class JsonTokenizer:
             if pad_token
             else next((added[text] for text in KNOWN_PAD if text in added), self.eos_id)
         )
+        self.special_ids = frozenset(added.values())
+        if not self._byte_level:  # else every character is known; an unknown one is plain text
+            unknown = {spec["model"].get("unk_id"), self._full.token_to_id(spec["model"].get("unk_token") or "")}
+            self.special_ids -= unknown - {self.eos_id}
+
+    def _restores(self, text: str) -> bool:
+        """Whether an added token of this text decodes to it. In byte-level vocabularies a character such as \u00f5
+        stands for a byte."""
+        return not self._byte_level or text.isascii() or any(character not in BYTE_OF for character in text)
 
     def _token_id(self, text: str, known: Sequence[str], field: str, origin: str) -> int:
         candidates = (text,) if text else known
@@ -293,13 +332,29 @@ class JsonTokenizer:
         piece = self._full.id_to_token(token)
         if piece is None:
             return b""
-        if token in self.special_ids or token in self._renumbered.values():
+        if token in self.special_ids or (token in self._ordinary and self._byte_level):
             return piece.encode()
+        if token in self._ordinary:
+            return _spaced(piece)
         if self._byte_level and all(character in BYTE_OF for character in piece):
             return bytes(BYTE_OF[character] for character in piece)
         if BYTE_PIECE.fullmatch(piece):
             return bytes((int(piece[3:5], 16),))
         return _spaced(piece) if "\u2581" in piece else self.decode([token]).encode()
+
+
+def may_be_mark(token: Mapping[str, Any], dialogue: str) -> bool:
+    """Whether an added token of a `tokenizer.json` may be a mark of a dialogue, so that no plain text is encoded to it.
+
+    It may if the file calls it special, and unless it is white space, a single character, or a word or an element of
+    HTML that the dialogue does not use. Many files do not call marks such as `<tool_call>` special.
+    """
+    text = token["content"]
+    if not text.replace("\u2581", "").strip():
+        return False
+    if token.get("special", True):
+        return True
+    return len(text) > 1 and (_WORDS.fullmatch(text) is None or text in dialogue)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -372,7 +427,24 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
             added |= _numbered(source.added_tokens, _pieces(proto) | added)
             return SentencePieceTokenizer(proto, added=added, strips=Strips.of(tokens), **names, origin=str(path))
         spec = with_added_tokens(read_json(path), source.added_tokens)
-        return JsonTokenizer(spec, **names, origin=str(path))
+        texts = [*source.added_tokens, *named.values(), *_ends_of(source, spec), *_template_texts(path.parent, config)]
+        return JsonTokenizer(spec, **names, dialogue="\n".join(texts), origin=str(path))
+
+
+def _ends_of(source: TokenizerSource, spec: Mapping[str, Any]) -> list[str]:
+    """Texts of the added tokens that end a text."""
+    ends = published_ends(source)
+    return [token["content"] for token in spec.get("added_tokens") or () if token["id"] in ends]
+
+
+def _template_texts(folder: Path, config: TextConfig) -> list[str]:
+    """All chat templates of a tokenizer's folder, and the one that the settings name."""
+    named = getattr(config.template, "file", "")
+    files = [folder / "chat_template.jinja", *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+    files += [Path(named).expanduser()] if named else []
+    values = [read_json(folder / name).get("chat_template") for name in ("chat_template.json", "tokenizer_config.json")]
+    texts = [read_text(file, MOST_TEMPLATE_BYTES) for file in files if file.is_file()]
+    return [*texts, *(json.dumps(value, ensure_ascii=False) for value in values)]
 
 
 @contextmanager

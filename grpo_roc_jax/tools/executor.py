@@ -114,9 +114,14 @@ def make_executor(config: ToolsConfig, registry: Registry | None = None) -> Tool
     """The executor that `config.executor` names, not yet started.
 
     Args:
+        config: Section `tools`: which executor runs programs, and their limits.
         registry: Tools that may be called; by default the built-in ones that `config.enabled` lists.
 
     Raises:
         ValueError: its settings are not usable.
+        TypeError: `registry` is no `Registry`.
     """
+    if not isinstance(registry, Registry | None):
+        got = f"{registry!r:.80} ({type(registry).__name__})"
+        raise TypeError(f"registry is {got}; must be a Registry: registry = Registry(), then registry.add(function)")
     return executor_class(config.executor.kind)(config, registry)

@@ -107,7 +107,7 @@ _UNCHECKED = extend(LinearValidator, {"unevaluatedProperties": lambda *_: iter((
 class ForeignSignature(Signature):
     """A description whose arguments jsonschema checks; `$ref` is followed within the schema only."""
 
-    model: None = None
+    validator: None = None
 
     @cached_property
     def _validator(self) -> Any:

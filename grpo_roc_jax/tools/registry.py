@@ -9,7 +9,9 @@ kept here, since the policy sees it and recorded trajectories hold it.
 """
 
 import asyncio
+import builtins
 import copy
+import dis
 import inspect
 import json
 import re
@@ -23,6 +25,7 @@ import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import SchemaValidator, core_schema
 
 from grpo_roc_jax.settings.callables import described_error, message_of
 from grpo_roc_jax.types import ToolResult
@@ -99,6 +102,10 @@ class Arguments(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
+CHECKED = core_schema.CoreConfig(strict=True, extra_fields_behavior="forbid")
+"""The same for a validator."""
+
+
 class ArgumentsSchema(GenerateJsonSchema):
     """Schemas for prompts: no titles, keys in their original order.
 
@@ -111,6 +118,11 @@ class ArgumentsSchema(GenerateJsonSchema):
             self.handle_invalid_for_json_schema(schema, "its values are not JSON values")
         return super().generate_inner(schema)
 
+    def dict_schema(self, schema: Any) -> dict[str, Any]:
+        if not _is_text(schema.get("keys_schema", {"type": "any"})):
+            self.handle_invalid_for_json_schema(schema, "a dict whose keys are not text, as those of JSON are")
+        return super().dict_schema(schema)
+
     def literal_schema(self, schema: Any) -> dict[str, Any]:
         return {"enum": list(schema["expected"])}
 
@@ -121,6 +133,35 @@ class ArgumentsSchema(GenerateJsonSchema):
         return value
 
 
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether the values of a schema of pydantic are text, or any."""
+    if schema["type"] == "literal":
+        return all(isinstance(value, str) for value in schema["expected"])
+    if schema["type"] == "union":
+        return all(_is_text(choice[0] if isinstance(choice, tuple) else choice) for choice in schema["choices"])
+    return schema["type"] in ("str", "any", "definition-ref")  # what is defined elsewhere is checked by calls alone
+
+
+def _with_exact_literals(schema: Any) -> Any:
+    """A schema of pydantic whose literals are of the type of the value: 1 is neither True nor 1.0. Of a model its
+    fields are left, since pydantic has compiled the model itself before."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_with_exact_literals, schema))
+    if not isinstance(schema, dict):
+        return schema
+    changed = {key: _with_exact_literals(part) for key, part in schema.items()}
+    if changed.get("type") == "model":
+        return changed["schema"] | ({"ref": changed["ref"]} if "ref" in changed else {})
+    if changed.get("type") != "literal":
+        return changed
+
+    def listed(value: Any) -> Any:
+        """The value, or one that no schema lists."""
+        return value if any(type(value) is type(choice) and value == choice for choice in changed["expected"]) else ...
+
+    return core_schema.no_info_before_validator_function(listed, changed)
+
+
 @dataclass(frozen=True)
 class Signature:
     """The description of a function for the policy, and the check of the arguments of a call."""
@@ -129,14 +170,15 @@ class Signature:
     """First paragraph of the docstring."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments object."""
-    model: type[Arguments]
+    validator: SchemaValidator | None
+    """Checks the arguments; None if a subclass does."""
 
     def fault(self, arguments: Any) -> str:
         """What is wrong with the arguments, in words for the policy; empty if they are valid."""
         if not isinstance(arguments, Mapping):
             return f"arguments must be an object, got {json_type(arguments)}"
         try:
-            self.model.model_validate(dict(arguments))
+            self.validator.validate_python(dict(arguments))
         except ValidationError as error:
             return self._describe(error.errors(include_url=False, include_context=False), arguments)
         return ""
@@ -151,7 +193,11 @@ class Signature:
         name, *inner = first["loc"]
         if first["type"] in UNKNOWN_ARGUMENT and not inner:
             return f"argument {name!r:.80} is not known; expected: {', '.join(self.parameters['properties'])}"
-        if first["type"] in TYPE_ERRORS:
+        if first["type"] == "missing":
+            return f"argument {name!r} {place_of(inner[:-1], arguments[name])}entry {inner[-1]!r:.80} is missing"
+        if first["type"] in UNKNOWN_ARGUMENT:
+            fault = "is not known"
+        elif first["type"] in TYPE_ERRORS:
             fault = f"must be {TYPE_ERRORS[first['type']]}, got {json_type(first['input'])}"
         else:
             fault = first["msg"].replace("Input should", "must", 1)
@@ -226,6 +272,7 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
     try:
         model = create_model(name, __base__=Arguments, **fields)
         made = model.model_json_schema(schema_generator=ArgumentsSchema)
+        validator = SchemaValidator(_with_exact_literals(model.__pydantic_core_schema__), CHECKED)
     except PydanticUserError as error:
         message = f"tool {name!r}: a parameter's type has no JSON schema ({error.message}); "
         raise ValueError(
@@ -239,7 +286,7 @@ def _signature_of(function: Callable[..., Any], bound: bool) -> Signature:
     schema = {"type": "object", "properties": properties, "required": made.get("required", [])}
     if "$defs" in made:
         schema["$defs"] = made["$defs"]
-    return Signature((document.description or "").split("\n\n")[0].strip(), schema, model)
+    return Signature((document.description or "").split("\n\n")[0].strip(), schema, validator)
 
 
 @dataclass(frozen=True)
@@ -400,9 +447,22 @@ def failed_result(error: BaseException, limit_s: float | None) -> ToolResult:
     return ToolResult(kind, error_type=type(error).__name__, error_message=message_of(error)[:500])
 
 
+_CALL = """
+
+import builtins as __builtins, json as __json
+__value = {name}(**__json.loads({arguments!r}))
+__text = __builtins.type("text", (__builtins.str,), {{"__repr__": __builtins.str.__str__}})
+__text(__value) if __builtins.isinstance(__value, __builtins.str) else __value
+"""
+"""Calls the function whose source is before it. The repr of the last expression is shown: for a returned text, of one
+whose repr is the text. The names are those of no tool."""
+
+
 def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "trainer"]) -> Tool:
     """A tool made from a function. Raises ValueError if it has no schema, or no source although it runs in
     the sandbox."""
+    if where not in ("sandbox", "trainer"):
+        raise ValueError(f"where is {where!r:.80}; must be 'sandbox' or 'trainer'")
     signature_of(function)  # raises if there is none
     if where == "trainer":
 
@@ -412,8 +472,7 @@ def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "tr
         source = source_of(function)
 
         def prepare(arguments: Mapping[str, Any], session: str | None) -> Job:
-            text = json.dumps(dict(arguments))
-            return Job(f"{source}\n\nimport json\n{function.__name__}(**json.loads({text!r}))")
+            return Job(source + _CALL.format(name=function.__name__, arguments=json.dumps(dict(arguments))))
 
     return Tool(function, prepare)
 
@@ -425,8 +484,11 @@ def source_of(function: Callable[..., Any]) -> str:
     except (OSError, TypeError) as error:
         message = f"tool {function.__name__!r}: its source is not available ({error}); use where='trainer'"
         raise ValueError(message) from error
-    if not source.lstrip().startswith("def "):
-        raise ValueError(f"tool {function.__name__!r} must be a plain, undecorated `def` to run in the sandbox")
+    if not source.lstrip().startswith("def ") or not inspect.isfunction(function):
+        raise ValueError(
+            f"tool {function.__name__!r} must be a plain, undecorated `def` to run in the sandbox, and no method of an "
+            "object; use where='trainer'"
+        )
     source = "from __future__ import annotations\n" + source
     try:
         exec(compile(source, f"<tool {function.__name__}>", "exec"), {})
@@ -435,7 +497,33 @@ def source_of(function: Callable[..., Any]) -> str:
             f"tool {function.__name__!r} cannot be defined in the sandbox, which has nothing of its module: "
             f"{type(error).__name__}: {message_of(error)}; write its defaults as values, or use where='trainer'"
         ) from error
+    if outside := names_outside(function, source):
+        raise ValueError(
+            f"tool {function.__name__!r} uses {', '.join(outside)} from outside of its body, which is not in the "
+            "sandbox; import or define it inside, or use where='trainer'"
+        )
     return source
+
+
+READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+"""Instructions that look a name up outside of a function; the second one in class bodies."""
+
+
+def names_outside(function: Callable[..., Any], source: str) -> list[str]:
+    """Names that the source of a function, alone in a program, reads and does not bind, in alphabetic order."""
+    outside: set[str] = set()
+    bound = {function.__name__}
+    codes = list(filter(inspect.iscode, compile(source, function.__name__, "exec").co_consts))
+    while codes:
+        code = codes.pop()
+        codes += filter(inspect.iscode, code.co_consts)
+        steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+        own = {name for opname, name in steps if opname == "STORE_NAME"}  # of a class body
+        outside |= {name for opname, name in steps if opname in READS} - own
+        bound |= {name for opname, name in steps if opname == "STORE_GLOBAL"} - function.__globals__.keys()
+    shadowed = {name for name in outside if function.__globals__.get(name, at := vars(builtins).get(name)) is not at}
+    unknown = (outside - vars(builtins).keys()) | {name for name in shadowed if not name.startswith("__")}
+    return sorted(unknown - bound)
 
 
 def python_code_with_standard_io(code: str, input: str | None = None) -> Job:

@@ -10,6 +10,7 @@ Source: ATIF 1.8 as the models of `harbor` 0.25 define it.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ Document = Mapping[str, Any]
 def to_atif(record: TraceRecord) -> dict[str, Any]:
     """A trajectory as a document of ATIF."""
     trajectory = record.trajectory
-    steps: list[dict[str, Any]] = [{"source": "user", "message": record.problem.prompt}]
+    steps: list[dict[str, Any]] = [{"source": "user", "message": record.problem.prompt + trajectory.opening}]
     for turn in trajectory.turns:
         steps.append(_agent_step(turn, trajectory))
         if turn.reply:
@@ -148,11 +149,10 @@ def _foreign(
 
 def _turn(step: Document, start: int, end: int) -> Turn:
     answers = {result.get("source_call_id"): result for result in (step.get("observation") or {}).get("results", ())}
-    calls, results = [], []
-    for call in step.get("tool_calls") or ():
-        calls.append(ToolCall(call["function_name"], call["arguments"], json.dumps(call["arguments"])))
-        if (answer := answers.get(call["tool_call_id"])) is not None:
-            results.append(ToolResult("ok", observation=_text(answer.get("content"))))
+    asked = step.get("tool_calls") or ()
+    calls = [ToolCall(call["function_name"], call["arguments"], json.dumps(call["arguments"])) for call in asked]
+    answered = takewhile(lambda call: answers.get(call["tool_call_id"]) is not None, asked)  # by order, see `Turn`
+    results = [ToolResult("ok", observation=_text(answers[call["tool_call_id"]].get("content"))) for call in answered]
     return Turn(start, end, _text(step["message"]), tuple(calls), tuple(results))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.record import metrics
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.settings.files import read_yaml_mapping
@@ -97,13 +98,17 @@ def curve(runs: Sequence[RunData], metric: str, *, x: str = "step", smooth: int 
     lines = [line for line in (_line(run.rows, metric, x) for run in runs) if len(line[0])]
     if not lines:
         return None
-    lines = [(places, running_mean(values, smooth)) for places, values in lines]
+    lines = [(places, running_mean(steps, values, smooth)) for steps, places, values in lines]
     if x == "step":
         grid = np.unique(np.concatenate([places for places, _ in lines]))
         table = np.full((len(lines), len(grid)), np.nan)
         for row, (places, values) in enumerate(lines):
             table[row, np.searchsorted(grid, places)] = values
     else:
+        lines = [(places[~np.isnan(values)], values[~np.isnan(values)]) for places, values in lines]
+        lines = [line for line in lines if len(line[0])]
+        if not lines:
+            return None
         low, high = max(places[0] for places, _ in lines), min(places[-1] for places, _ in lines)
         if low > high:
             raise ValueError(f"{metric}: the runs of one label share no range of {x}; use --each")
@@ -112,39 +117,34 @@ def curve(runs: Sequence[RunData], metric: str, *, x: str = "step", smooth: int 
     return Curve(grid, *_moments(table), runs=len(lines))
 
 
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` values, fewer at the start; NaN is ignored."""
+def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over the values of the last `window` steps; NaN is ignored. The steps are in increasing order."""
     if window == 1:
         return values
     known = ~np.isnan(values)
-    total = np.cumsum(np.where(known, values, 0.0))
-    count = np.cumsum(known)
-    total[window:], count[window:] = total[window:] - total[:-window], count[window:] - count[:-window]
+    total, count = (np.append(0, np.cumsum(part)) for part in (np.where(known, values, 0.0), known))
+    first = np.searchsorted(steps, steps - window, side="right")
+    total, count = total[1:] - total[first], count[1:] - count[first]
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def last_third(rows: Sequence[Metrics], metric: str) -> float:
     """Mean of a metric over the last third of the training steps, or the last evaluation for `eval`; NaN if missing."""
-    steps, values = _line(rows, metric, "step")
-    if not len(steps):
-        return math.nan
-    if metric == "eval":
-        return float(values[-1])
-    last = max(row["step"] for row in rows)
-    chosen = values[steps > last - max(1, round(last / 3))]
-    return float(np.nanmean(chosen)) if len(chosen) and not np.isnan(chosen).all() else math.nan
+    if metric != "eval":
+        return metrics.last_third(rows, metric)
+    *_, values = _line(rows, metric, "step")
+    return float(values[-1]) if len(values) else math.nan
 
 
-def _line(rows: Sequence[Metrics], metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """(x, value) of the rows that have the metric; for an axis of `USED`, x is the amount used so far."""
-    places, values, used = [], [], 0.0
+def _line(rows: Sequence[Metrics], metric: str, x: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(step, x, value) of the rows that have the metric; for an axis of `USED`, x is the amount used so far."""
+    points, used = [], 0.0
     for row in rows:
         used += row.get(USED.get(x, ""), 0.0)
         value = _accuracy(row) if metric == "eval" else row.get(metric)
         if value is not None:
-            places.append(row["step"] if x == "step" else used)
-            values.append(value)
-    return np.array(places, np.float64), np.array(values, np.float64)
+            points.append((row["step"], row["step"] if x == "step" else used, value))
+    return tuple(np.array(points, np.float64).reshape(-1, 3).T)
 
 
 def _accuracy(row: Metrics) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.data.generated import GENERATORS, HELD_OUT_START, Generator
-from grpo_roc_jax.settings.other_names import close_to
+from grpo_roc_jax.hints.other_names import close_to
 from grpo_roc_jax.types import Problem
 from grpo_roc_jax.worlds.chains import CHAIN, draw_chain, is_chain
 from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints

@@ -11,16 +11,17 @@ from rich.console import Console
 
 from grpo_roc_jax.commands import export
 from grpo_roc_jax.commands.chat import ChatConfig, Dialogue, converse, main, to_json
-from grpo_roc_jax.config import Config
+from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.protocol import Finish, Observe, TurnEnd
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
+from grpo_roc_jax.model.sharding import make_mesh
 from grpo_roc_jax.run import components as components_module
-from grpo_roc_jax.run.load import open_policy
-from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.run.load import open_policy, settings_for
+from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import ToolResult, Trajectory, Turn
 from tests.helpers.small_model import publish
@@ -112,6 +113,27 @@ def test_a_dialogue_in_the_terminal(published):
             dialogue.ask("Still there? " * 800)
 
 
+@pytest.mark.parametrize("texts", [(), (CALLING, CALLING, "</reason><answer>\\boxed{42}</answer>")])
+def test_an_interrupt_stops_an_answer_and_not_the_dialogue(published, texts):
+    """Of the policy itself, and beside a call that runs. The next answer is that of a new dialogue."""
+    console, lines, errors = Console(record=True, width=100), iter(["Hello", "What is 6 x 7?", ""]), [KeyboardInterrupt]
+
+    def interrupt_once(event):
+        if errors:
+            raise errors.pop()
+
+    with open_policy(str(published), SHORT) as (_, sampling):
+        engine, dialogue = sampling.sampler.engine, Dialogue(sampling.sampler, interrupt_once)
+        if texts:
+            scripted(sampling.sampler, texts)
+        converse(dialogue, console, lambda: next(lines))
+        ((question, answer),) = dialogue.exchanges
+        sampling.sampler.engine = Scripted(sampling.sampler, texts[1:]) if texts else engine
+        expected = Dialogue(sampling.sampler).ask(question)
+        assert question == "What is 6 x 7?" and answer == expected.tokens[expected.prompt_length :].tolist()
+    assert console.export_text().count("(stopped)") == 1
+
+
 def test_ten_questions_are_answered_where_the_prompt_has_room_for_three(published):
     console, answer = Console(record=True, width=100), "</reason><answer>\\boxed{42}</answer>"
     words = [*SHORT, "--rollout.max_prompt_tokens=200"]
@@ -140,6 +162,17 @@ def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):
     train(config)
     assert main([str(tmp_path / "run"), "--prompt", "1 + 1?", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 16
+
+
+@pytest.mark.parametrize("word", ["rollout.kv_start=8192", "rollout.kv_tokens=512", "sharding.sequence=16"])
+def test_what_fits_the_rows_and_devices_of_a_run_prevents_no_dialogue(tmp_path, word):
+    """Each of them fits the run, but not one row on each of eight devices."""
+    config = read_config("configs/toy.yaml", "--batch.row_length=256", f"--{word}")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    (tmp_path / "checkpoints").mkdir()
+    opened = settings_for(str(tmp_path), [], "test")
+    opened.rollout.check_shards(make_mesh(opened.sharding).size)
+    assert opened.rollout.slots == jax.device_count() == 8
 
 
 def test_unknown_keys_are_ignored_where_the_command_line_says_so(published, tmp_path, capsys):

@@ -11,7 +11,7 @@ from grpo_roc_jax.record.trace import TraceRecord, TraceWriter
 from grpo_roc_jax.types import Condition, Problem, ToolResult, Turn
 from tests.helpers.method_groups import make_trajectory
 
-PROBLEM = Problem("p", "6*7?", "42", "math")
+PROBLEM = Problem("p", "6*7?", "42", "math", {"level": 2, "ground_truth": "43", "prompt": "other"})
 
 
 def record(*texts: str, **changes) -> TraceRecord:
@@ -47,7 +47,25 @@ def test_the_file_can_be_trained_on(tmp_path, capsys):
     assert cut_traces.main([str(tmp_path / "long"), "--out", str(out)]) == 0
     assert "1 states in" in capsys.readouterr().out
     assert json.loads(out.read_text())["answer"] == "42"
-    assert [p.answer for p in load_problems(out)[0]] == ["42"]
+    (problem,), _ = load_problems(out)
+    assert (problem.answer, problem.source, problem.extra) == ("42", "math", {"level": 2})
+    assert problem.prompt == "6*7?\nSo far:\nrun\n42"
     assert cut_traces.main([str(tmp_path / "short"), "--out", str(out)]) == 2
+    assert "short records no trajectory with two turns" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cut_traces.main(["--out", str(out)])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--step", "9"], "run has no trajectories of step 9; it has steps 1 to 1"),
+        (["missing"], "missing: no such directory"),
+        (["."], "has no trajectories of steps"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    TraceWriter(tmp_path / "run").write(1, [record("run", "done")])
+    assert cut_traces.main([*words, "--out", "states.jsonl"]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "states.jsonl").exists()

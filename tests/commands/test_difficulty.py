@@ -45,6 +45,7 @@ def test_rows_are_the_same_problem_under_the_settings_that_read_them(tmp_path, c
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (problem,), _ = load_problems(path, **(columns if read_by == "its settings" else {}))
     assert (problem.prompt, problem.answer) == ("1+1?", "2")
+    assert problem.extra["reward_model"] == {"style": "rule"} and problem.extra["note"] == "\ud800"
 
 
 def test_what_cannot_be_filtered_is_a_message_and_a_status(tmp_path, capsys):

@@ -70,6 +70,8 @@ def test_what_cannot_be_evaluated_is_a_message_and_a_status(tmp_path, capsys):
     assert "did you mean 'rollout.slots'" in capsys.readouterr().err
     assert main([str(tmp_path), "--data", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+    assert main([str(tmp_path), "--data", "world:gcd:1", "--keep", f"{tmp_path}/config.yaml/kept"]) == 2
+    assert "cannot be written" in (said := capsys.readouterr().err) and "choose another with --keep" in said
 
 
 @pytest.mark.slow

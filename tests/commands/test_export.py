@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.commands.export import TextFiles, atomically, export_model, text_files
+from grpo_roc_jax.commands.export import TextFiles, atomically, export_model, main, text_files
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling, YarnRopeScaling
@@ -104,6 +104,16 @@ def test_nothing_is_overwritten_and_an_empty_directory_is_filled(tmp_path):
     with pytest.raises(FileExistsError, match="exists already; name a new directory"):
         atomically(tmp_path / "out", lambda folder: [])
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_a_target_that_cannot_be_written_is_refused_before_the_weights_are_loaded(tmp_path, capsys):
+    """This run has none, which is not noticed."""
+    (tmp_path / "config.yaml").write_text("seed: 0")
+    (tmp_path / "checkpoints").mkdir()
+    for target, why in (("config.yaml/model", "must be a directory that can be created"), ("", "exists already")):
+        assert main([str(tmp_path), str(tmp_path / target)]) == 2
+        assert why in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "config.yaml"]
 
 
 def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):

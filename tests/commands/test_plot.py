@@ -118,10 +118,13 @@ def test_sampled_counts_every_row_though_the_metric_has_few(tmp_path):
 
 
 def test_running_mean_looks_back_and_skips_gaps():
-    values = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan])
-    assert running_mean(values, 2)[:5].tolist() == [1.0, 1.0, 3.0, 4.0, 5.0]
-    assert math.isnan(running_mean(values, 2)[5])
-    assert running_mean(values, 1) is values
+    """Of the last steps, whether they have null or no value at all."""
+    steps, values = np.arange(6), np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan])
+    assert running_mean(steps, values, 2)[:5].tolist() == [1.0, 1.0, 3.0, 4.0, 5.0]
+    assert math.isnan(running_mean(steps, values, 2)[5])
+    assert running_mean(steps, values, 1) is values
+    known = ~np.isnan(values)
+    assert running_mean(steps[known], values[known], 2).tolist() == [1.0, 3.0, 4.0]
 
 
 def test_last_third_is_of_the_steps_of_the_run():

@@ -54,9 +54,9 @@ def test_segments_cover_the_tokens_and_hold_their_text(run):
 
 
 def test_without_a_tokenizer_problem_and_observations_are_shown():
-    record = trace.eval_records(1, [make_group(5, 1)])[0]
+    record = trace.eval_records(1, [make_group(5, 2)])[1]
     texts = [s.text for s in segments(record) if s.kind != "policy"]
-    assert texts == [record.problem.prompt] + [r.observation for r in record.trajectory.results]
+    assert texts == [record.problem.prompt + " It rains."] + [r.observation for r in record.trajectory.results]
 
 
 def test_two_turns_without_an_observation_between_them_make_one_segment():

@@ -243,7 +243,8 @@ SEEN = (
     only(asked_of_package, "environment", TASKSET, taskset="b", harness="b", runtime="docker"),
     only(asked_of_package, "environment", TASKSET, settings=("agent.max_turns=3",)),
     seen(harbor_of, "environment.command_s environment.processes", environment("harbor", tasks=TASKS)),
-    only(harbor_of, "environment", environment("harbor", tasks=TASKS), tasks=f"{TASKS}/total", container="docker"),
+    only(harbor_of, "environment", environment("harbor", tasks=TASKS), tasks=f"{TASKS}/total"),
+    only(harbor_of, "environment", environment("harbor", tasks=f"{TASKS}/total"), container="docker"),
 )
 CASES = table(SEEN, sorted(BY_CONTRIB | contrib_rewards()))
 

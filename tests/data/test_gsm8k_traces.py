@@ -150,6 +150,8 @@ def test_the_command_runs_the_real_tool(tmp_path, capsys):
     assert main([str(rows), "--out", str(tmp_path / "out.jsonl"), "--limit", "2"]) == 0
     assert "2 of 2 problems convert" in capsys.readouterr().out
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert main([str(rows), "--out", str(rows / "out.jsonl")]) == 2
+    assert "gsm8k_traces: --out" in (told := capsys.readouterr()).err and not told.out
 
 
 def test_almost_all_of_gsm8k_converts():

@@ -69,6 +69,18 @@ def test_a_state_of_other_data_is_refused(mixed, tmp_path):
         problem_stream(mixed).set_state(state)
 
 
+@pytest.mark.parametrize("make", [problem_stream, trace_stream])
+def test_a_state_of_another_order_is_refused(make, tmp_path):
+    sources = (write(tmp_path / "a.jsonl", 10),)
+    config = DataConfig(sources=sources, trace_sources=(talks(tmp_path / "t.jsonl", range(1, 9)),), eval_problems=0)
+    in_order = dataclasses.replace(config, shuffle=False)
+    for one, other in ((config, in_order), (in_order, config)):
+        with pytest.raises(ValueError, match=r"data\.shuffle"):
+            make(other).set_state(make(one).get_state())
+    state = make(DataConfig()).get_state()
+    make(DataConfig(shuffle=False)).set_state(state)
+
+
 def test_weights_are_kept(mixed):
     sources = Counter(problem.source for problem in itertools.chain(*take(problem_stream(mixed), 100)))
     assert sources == {"world:products:1": 200, "a": 120, "b": 80}

@@ -41,6 +41,11 @@ SHAPES = {
     "GSM8K": ({"question": "1+1?", "answer": "1+1 = <<1+1=2>>2\n#### 2"}, "question", "answer"),
     "MATH": ({"problem": "1+1?", "solution": "It is $\\boxed{2}$.", "level": "1"}, "problem", "solution"),
     "AIME": ({"id": 60, "problem": "1+1?", "answer": 2, "solution": "long", "url": "u"}, "problem", "answer"),
+    "capitals": ({"ID": 60, "Problem": "1+1?", "Answer": 2}, "Problem", "Answer"),
+    "capital solution": ({"Problem": "1+1?", "Solution": "It is $\\boxed{2}$."}, "Problem", "Solution"),
+    "classes": ({"problem": "1+1?", "target": "x", "label": 1, "solution": "\\boxed{2}"}, "problem", "solution"),
+    "Alpaca": ({"instruction": "1+1?", "input": "", "output": "2"}, "instruction + input", "output"),
+    "empty columns": ({"prompt": " ", "question": "1+1?", "final_answer": "", "answer": "2"}, "question", "answer"),
 }
 """Name -> a row of this shape, and the columns of the question and of the answer."""
 
@@ -65,8 +70,47 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix, nested):
     assert (report.prompt_column, report.answer_column) == (prompt_column, answer_column)
     assert f"question from {prompt_column!r}, answer from {answer_column!r}" in str(report)
     assert (report.rows, report.problems, report.bad, report.duplicates) == (1, 1, (), 0)
-    extras = {"verl": {"ability", "extra_info"}, "AIME": {"id", "solution", "url"}}
+    extras = {"verl": {"ability", "reward_model", "extra_info"}, "AIME": {"id", "solution", "url"}}
     assert set(problem.extra) == extras.get(shape, set(problem.extra))
+
+
+@pytest.mark.parametrize("read", [lambda value: value, json.dumps], ids=["", "as text"])
+def test_of_a_nested_column_only_the_used_value_leaves_the_further_columns(tmp_path, read):
+    row = {"prompt": ASKED, "reward_model": read({"ground_truth": "2", "style": "rule"}), "ask": {"text": {"q": "no"}}}
+    path = write(tmp_path / "a.jsonl", [row])
+    assert load_problems(path)[0][0].extra == {"reward_model": read({"style": "rule"}), "ask": {"text": {"q": "no"}}}
+    (problem,), _ = load_problems(path, prompt_column="ask.text.q")
+    assert problem.extra == {"prompt": ASKED, "reward_model": read({"style": "rule"})}
+
+
+def test_an_instruction_and_its_input_are_one_question(tmp_path):
+    """Also where most inputs are empty, and the first ones are."""
+    rows = [{"instruction": f"Add {i}.", "input": "1+1" if i > 2 else "", "output": "2"} for i in range(5)]
+    path = write(tmp_path / "a.jsonl", [*rows, {"instruction": None, "input": "1+3", "output": "4"}, {"output": "5"}])
+    problems, report = load_problems(path)
+    assert [p.prompt for p in problems] == ["Add 0.", "Add 1.", "Add 2.", "Add 3.\n\n1+1", "Add 4.\n\n1+1", "1+3"]
+    assert [bad.reason for bad in report.bad] == ["column 'instruction' is missing"]
+    assert not any(problem.extra for problem in problems)
+    with pytest.raises(ValueError, match=r"column 'input' is empty"):
+        load_problems(path, prompt_column="input", bad_rows="fail")
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ({"choices": ["3", "4"]}, "'choices' (1 rows)"),
+        ({"Options": {"label": ["A", "B"], "text": ["3", "4"]}}, "'Options' (1 rows)"),
+        ({"article": "There were 7.", "context": {"title": ["Seven"], "sentences": [["It is 7."]]}}, "'article' (1"),
+        ({"passage": "There were 7."}, "'passage' (1 rows)"),
+        ({"Body": "Ann had 7."}, "'Body' (1 rows)"),
+        ({"choices": [], "context": "", "passage": None, "options": ["two", "2"]}, ""),
+    ],
+)
+def test_columns_that_a_question_may_need_are_named(tmp_path, columns, named):
+    rows = [{"question": "one plus 1? A two B 2", "answer": "2"} | columns, {"question": "1+1?", "answer": "2"}]
+    _, report = load_problems(write(tmp_path / "a.jsonl", rows))
+    assert (f"columns that are not part of the prompt: {named}" in str(report)) == bool(named)
+    assert bool(report.beside_prompt) == bool(named)
 
 
 def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
@@ -125,6 +169,8 @@ BAD_LINES = [
     (b'{"question": "q5", "answer": {"x": 1}}', "column 'answer' is dict"),
     (b'{"question": "q6", "answer": true}', "column 'answer' is bool"),
     (b'{"question": "q7", "answer": NaN}', "column 'answer' is nan"),
+    (b'{"question": "q8", "answer": "proof"}', "column 'answer' is 'proof', which stands for a missing answer"),
+    (b'{"question": "q9", "answer": "notfound"}', "column 'answer' is 'notfound', which stands for a missing answer"),
     (b'{"question": [{"role": "assistant", "content": "a"}], "answer": "1"}', "messages of the roles ['assistant']"),
     (b'{"question": [{"role": ["x"], "content": "a"}], "answer": "1"}', "messages of the roles [['x']]"),
     (b'{"question": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "something other than"),
@@ -215,6 +261,10 @@ def test_own_system_texts_are_counted(tmp_path):
     assert "text.system is used instead" in str(report)
 
 
+GRIDS = json.dumps({"inputs": ["3 3\n"], "outputs": ["####\n#..#\n####\nYES"]})
+BOXES = json.dumps(["\\boxed{3}" * 40])
+
+
 @pytest.mark.parametrize(
     ("value", "name", "text"),
     [
@@ -227,7 +277,19 @@ def test_own_system_texts_are_counted(tmp_path):
         (Decimal("2.00"), "answer", "2"),
         (Decimal("0.10"), "answer", "0.1"),
         (10**30, "answer", str(10**30)),
-        ("025", "answer", "25"),
+        ("025", "answer", "025"),
+        ("0101", "answer", "0101"),
+        ("100,200", "answer", "100,200"),
+        (" +7\n", "answer", "+7"),
+        ("#### 100,200", "answer", "100200"),
+        ("####5 \n\n", "answer", "5"),
+        ("so #### 5", "answer", "so #### 5"),
+        ("so\n#### 5\nor more", "answer", "so\n#### 5\nor more"),
+        ("###### heading", "answer", "###### heading"),
+        ("a\n####  ## b", "answer", "a\n####  ## b"),
+        ("####\n#..#\n####", "reward_model.ground_truth", "####\n#..#\n####"),
+        (GRIDS, "reward_model.ground_truth", GRIDS),
+        (BOXES, "reward_model.ground_truth", BOXES),
         ("--5", "answer", "--5"),
         ("\\frac{1}{2}", "answer", "\\frac{1}{2}"),
         ("thus \\boxed{\\frac{1}{2}} and \\boxed{3}", "solution", "3"),
@@ -312,14 +374,15 @@ def test_references_that_no_answer_will_equal_are_named(tmp_path):
     solutions = (
         "First we see that. " * 30,
         "We add one and one and get two.",
+        "1+1 #### 2",
         "2",
         "\\frac{\\sqrt{3}}{2}",
         "Tuesday morning",
     )
     rows = [{"question": f"{i}?", "solution": text} for i, text in enumerate(solutions)]
     problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
-    assert len(problems) == 5 and report.long_answers == (1, 2)
-    assert "2 rows have a reference of more than 200 characters" in str(report) and "(rows 1, 2)" in str(report)
+    assert len(problems) == 6 and report.long_answers == (1, 2, 3)
+    assert "3 rows have a reference of more than 200 characters" in str(report) and "(rows 1, 2, 3)" in str(report)
 
 
 def test_last_boxed_balances_braces():
@@ -333,7 +396,7 @@ def test_last_boxed_balances_braces():
     ("make", "message"),
     [
         (lambda d: d / "missing.jsonl", "no such file"),
-        (lambda d: write(d / "a.csv", []), r"cannot read '.csv' files; must be .jsonl or .parquet"),
+        (lambda d: write(d / "a.csv", []), r"cannot read '.csv' files; must be .jsonl, .json or .parquet"),
         (lambda d: write(d / "empty.jsonl", []), "no usable row among the first 0"),
         (lambda d: write_lines(d / "bad.jsonl", [b"{", b"}"]), r"bad.jsonl:1: invalid JSON"),
         (lambda d: write(d / "null.jsonl", [{"question": "q", "answer": None}]), "set data.answer_column"),

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_roc_jax.record.codec import finite
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLOCK = (
     "time/",
@@ -277,7 +279,7 @@ def main() -> int:
         values = {}
         for part in given.parts:
             values |= toy(words=given.words.split()) if part == "toy" else PARTS[part]()
-        given.out.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        given.out.write_text(json.dumps(finite(values), indent=1), encoding="utf-8")  # NaN is not equal to itself
         print(f"{len(values)} values in {given.out}")
         return 0
     lines = compare(json.loads(given.before.read_text()), json.loads(given.after.read_text()))

@@ -15,6 +15,7 @@ from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
 from grpo_roc_jax.environments.environment import method_tools
 from grpo_roc_jax.environments.episode import Answer, BadAnswer, checked_pay
 from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.method.edit import as_opened
 from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.rollout.sampler import EpisodeEnvironment, EpisodeSource, collect_episodes, render
@@ -23,7 +24,7 @@ from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
-from grpo_roc_jax.types import RolloutRequest, ToolCall, Trajectory, Turn
+from grpo_roc_jax.types import RolloutRequest, ToolCall, ToolResult, Trajectory, Turn
 from tests.helpers.servers import call
 from tests.rollout.test_collect import CALL, PROBLEM, Instant, turn
 
@@ -107,6 +108,7 @@ def test_a_turn_without_a_call_is_answered_as_a_user_until_the_environment_ends_
     assert play.say("bye") == "answer"
     assert play.say("hm", row=1).endswith(chat.tokenizer.decode(chat.prompt_ids(PROBLEM)[-4:]))
     first, second = play.end()
+    assert prompt == chat.tokenizer.decode(chat.prompt_ids(as_opened(PROBLEM, first.opening)))
     assert [t.reward for t in first.turns] == [1.0, 2.0, 3.0] and first.reward == 16.0
     assert [t.reply for t in second.turns] == ["you said hm"] and second.reward == 11.0
 
@@ -208,6 +210,9 @@ def test_calls_of_the_executor_and_of_the_environment_share_a_turn_in_order(chat
     assert [program.tool for program in executor.submitted] == ["python"]
     play.end()
     assert not executor.closed, "the row has not ended"
+    lost = Play(chat, worlds("Counter"), executor=Instant(ToolResult("sandbox_error")))
+    assert lost.say(ADD + CALL) == "infrastructure"
+    assert not lost.end()[0].results, "it is not the result of the first call"
 
 
 def test_the_last_turn_is_played_and_a_cut_one_is_not(chat, worlds):
@@ -287,7 +292,9 @@ def test_a_rollout_whose_reward_fails_is_counted_by_how_it_then_ends(chat, world
 def test_a_prompt_that_the_reset_makes_too_long_is_no_fault_of_the_policy(chat, worlds):
     play = Play(chat, worlds("Counter"), extra={"start": int("9" * 900)})
     assert play.requests[0].problem.prompt == PROBLEM.prompt
-    assert play.say("hm") == "infrastructure" and play.end()[0].stop == "infrastructure"
+    assert play.say("hm") == "infrastructure"
+    (trajectory,) = play.end()
+    assert trajectory.stop == "infrastructure" and not trajectory.opening
 
 
 def test_a_row_that_the_engine_ends_is_closed_and_its_late_answer_dropped(chat, worlds):
@@ -316,10 +323,10 @@ def test_an_environment_may_answer_calls_itself(chat, worlds):
     play, add = Play(chat, worlds("Answering"), samples=3), call("add", '{"name": 2}')
     reply = play.say(MALFORMED + add + add)
     assert reply.count("\nmine\n") == 2 and reply.index("malformed") < reply.index("mine")
-    assert play.say(f"too few {add}", row=1) == "infrastructure"
+    assert play.say(f"too few {add + MALFORMED}", row=1) == "infrastructure"
     assert play.say(f"wrong type {add}", row=2) == "infrastructure"
-    first, *_ = play.end()
-    assert [result.kind for result in first.results] == ["malformed_call", "ok", "ok"]
+    first, second, _ = play.end()
+    assert [result.kind for result in first.results] == ["malformed_call", "ok", "ok"] and not second.results
 
 
 def test_a_tool_without_a_schema_is_refused_at_the_start():

@@ -47,6 +47,7 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         condition=Condition("hint" if sample % 5 == 4 else ""),
         temperature=0.9 if sample % 3 else None,
         reward=1.5 if sample % 2 else None,
+        opening=" It rains." if sample % 2 else "",
     )
 
 

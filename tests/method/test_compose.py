@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.method.compose import Scores, scoring_rows, supervised_rows, train_rows
+from grpo_roc_jax.method.compose import (
+    Scores,
+    next_state,
+    resample_group,
+    scoring_rows,
+    supervised_rows,
+    train_rows,
+)
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
 from tests.helpers.method_groups import make_group, method, trajectories
@@ -51,6 +58,19 @@ def test_rows_follow_the_trajectories():
     assert sum(row.policy_mask.sum() for row in rows) == 21
     np.testing.assert_allclose(sum(row.weights.sum() for row in rows), 1, atol=1e-6)
     np.testing.assert_allclose(rows[0].weights.max(), 1 / 21, atol=1e-7)
+
+
+def test_groups_may_come_from_a_generator():
+    groups, config, state = batch(), method(), AlgoState()
+    rows, expected_rows = train_rows(iter(groups), config, state), train_rows(groups, config, state)
+    np.testing.assert_array_equal([row.advantages[-1] for row in rows], [row.advantages[-1] for row in expected_rows])
+    after, expected = next_state(iter(groups), iter(groups), config, state), next_state(groups, groups, config, state)
+    np.testing.assert_array_equal(after.table.values, expected.table.values)
+
+
+def test_a_seed_is_no_generator():
+    with pytest.raises(TypeError, match=r"rng is 0 \(int\); must be a generator: np.random.default_rng\(0\)"):
+        resample_group(batch()[0], method(), 0)
 
 
 def test_grpo_loss_by_hand():

@@ -14,8 +14,9 @@ from grpo_roc_jax import text
 from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.engine.publish import unstack
-from grpo_roc_jax.learner.group_learner import GroupLearner
+from grpo_roc_jax.learner.group_learner import GroupLearner, rows_shown_more
 from grpo_roc_jax.method.compose import Scores, needs_reference, train_rows
+from grpo_roc_jax.method.distillation import SelfTeacher
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
@@ -129,6 +130,21 @@ def test_the_response_is_scored_after_the_teachers_prompt():
     assert teacher[1][-1] == 3 * rows[1].tokens[-1]
     short = reading("{kind: self_teacher, intro: ab}", 4)
     assert short.with_teacher(Scores(), groups, run).teacher == [None] * 3, "prompts are never cut"
+
+
+def test_the_teachers_prompt_has_what_the_environment_of_its_row_appended():
+    """A row of several conversations keeps the lengths of the others; one that becomes too long for the update is left
+    out."""
+    group, part = make_group([1, 0], lengths=[2, 3]), SelfTeacher(intro="ab")
+    first, second = group.trajectories
+    rows = replace(first, opening=" 7 doors.", parts=(3, 1)), replace(second, opening="!")
+    group = replace(group, trajectories=rows)
+    for longest, left in ((16, [True, True]), (15, [False, True]), (8, [False, False])):
+        shown = rows_shown_more(part, [group], lambda problem, end: [*map(ord, problem.prompt + end)], 14, longest)
+        assert [row is not None for row in shown] == left
+        for row, prompt in zip(shown, ("? 7 doors.\nab1", "?!\nab1"), strict=True):
+            assert row is None or "".join(map(chr, row.tokens[: row.prompt_length])) == prompt
+        assert shown[0] is None or (shown[0].parts, shown[0].length) == ((15, 1), 16)
 
 
 def test_vocabularies():

@@ -1,5 +1,7 @@
 """Groups with trajectories exchanged, or under another prompt."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from grpo_roc_jax.method import edit
@@ -29,13 +31,24 @@ def test_with_prompt():
     assert (moved.prompt_length, moved.turns[0].start, moved.turns[0].end) == (2, 2, 5)
     assert moved.tokens.dtype == np.int32
     assert edit.with_prompt(moved, np.arange(4, dtype=np.int32)).length == trajectory.length
+    several = edit.with_prompt(replace(trajectory, parts=(5, 4)), np.array([7, 8], np.int32))
+    assert (several.parts, several.length) == ((3, 4), 7)
 
 
 def test_with_plain_prompts():
     """The record stays that of the hinted prompt: the ratio is between contexts (Guide-GRPO)."""
     group = make_group([1, 0], uid="a", lengths=[2, 2], logprobs=[[-1.0, -0.9]] * 2, condition=["helped:1", ""])
-    (moved,) = edit.with_plain_prompts([group], {"a": np.array([9], np.int32)})
+    (moved,) = edit.with_plain_prompts([group], lambda problem: [9])
     assert moved.trajectories[1] is group.trajectories[1]
     row, _ = train_rows([moved], method(), AlgoState())
     assert row.tokens[0] == 9 and row.policy_mask.tolist() == [False, True, True]
     np.testing.assert_allclose(row.logprobs_old[row.policy_mask], [-1.0, -0.9])
+
+
+def test_a_plain_prompt_has_what_the_environment_of_its_row_appended():
+    group = make_group([1, 1, 0], condition=["helped:1", "helped:1", ""])
+    openings = [" It rains.", " It snows.", " It hails."]
+    rows = tuple(replace(t, opening=text) for t, text in zip(group.trajectories, openings, strict=True))
+    (moved,) = edit.with_plain_prompts([replace(group, trajectories=rows)], lambda problem: [*map(ord, problem.prompt)])
+    prompts = ["".join(map(chr, t.tokens[: t.prompt_length])) for t in moved.trajectories[:2]]
+    assert prompts == ["? It rains.", "? It snows."] and moved.trajectories[2] is rows[2]

@@ -10,6 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import resample_group, subset
 from grpo_roc_jax.method.features import features, text_compat
 from grpo_roc_jax.method.roc import (
@@ -149,6 +150,22 @@ def test_penalties_by_hand():
         close(selection.error_penalties, errors, 1e-6)
         close(selection.format_penalties, formats, 1e-6)
     assert run(make_group(**FIXTURE), 4, no_tool_penalty=0.0).error_penalties[2] == 0.0
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.int64, np.float32], ids=lambda form: form.__name__)
+def test_lists_and_0_and_1_are_read_like_arrays_of_bool(form):
+    calls, errors = np.array([1, 2, 3, 1, 1, 0, 2, 2]), np.array([0, 1, 2, 0, 1, 0, 0, 1])
+    correct, ones = np.array([1, 1, 1, 1, 0, 0, 1, 1], bool), np.ones(8, int)
+    penalties = error_penalty(calls, errors)
+    assert select_roc(form(correct), list(penalties), 4, ResampleOnCorrect(), rng()).tolist() == [0, 3, 4, 5]
+    close(error_penalty(form(calls), form(errors)), penalties)
+    close(format_penalty(form(errors), form(correct), form(ones)), format_penalty(errors, correct, ones))
+    close(z_score(form(errors)), z_score(errors))
+
+
+def test_selection_refuses_rewards_in_the_place_of_successes():
+    with pytest.raises(ValueError, match=r"correct has 0\.5; must be True or False, or 1 and 0"):
+        select_roc([1, 0.5, 0, 1], np.zeros(4), 2, ResampleOnCorrect(), rng())
 
 
 def test_selection_by_hand():

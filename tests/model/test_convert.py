@@ -410,8 +410,9 @@ def test_paths_that_are_no_models(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=refused))
     with pytest.raises(ValueError, match=r"model.path = 'nobody/none' is not a directory here, .*not known An error"):
         find_model("nobody/none")
-    with pytest.raises(ValueError, match=r"not a directory; must be one with config\.json, or a hub id"):
-        find_model(str(tmp_path / "nothing"))
+    for path in (tmp_path / "nothing", str(tmp_path / "nothing")):
+        with pytest.raises(ValueError, match=r"not a directory; must be one with config\.json, or a hub id"):
+            find_model(path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     for path in ("runs/toy", "mine/model"):  # neither is looked up as a hub id

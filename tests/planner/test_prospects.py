@@ -257,7 +257,7 @@ def parts_of_a_run():
     [
         ("--environment verifers", "is not a class; .* or choose one of the kinds agent, .*, verifiers"),
         ("--data.sources openai/gsm8k", "openai/gsm8k: no such file; a data set of the hub is hub:OWNER/NAME@REVISION"),
-        ("--data.sources docs", "docs is a directory; name a .jsonl or .parquet file"),
+        ("--data.sources docs", "docs is a directory; name a .jsonl, .json or .parquet file"),
         ("--tools.enabled false", r"built in are \[.*\], and \[\] leaves all of them out"),
     ],
 )

@@ -11,14 +11,15 @@ from grpo_roc_jax.pod.preemption import Preempted, Preemption
 
 
 def test_a_notice_is_a_signal_to_stop(caplog):
-    answers, seen = ["", "FALSE", "NONE", "error", "TRUE"], []
+    answers, seen = ["", "FALSE", "NONE", "error", "garbage", "TRUE"], []
 
     class Metadata(BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append(self.headers["Metadata-Flavor"])
             text = answers[len(seen) - 1]
-            self.send_response(503 if text == "error" else 200)
-            self.end_headers()
+            if text != "garbage":
+                self.send_response(503 if text == "error" else 200)
+                self.end_headers()
             self.wfile.write(text.encode())
 
         def log_message(self, *_):
@@ -37,7 +38,7 @@ def test_a_notice_is_a_signal_to_stop(caplog):
     finally:
         server.shutdown()
         server.server_close()
-    assert seen == ["Google"] * 5 and preemption.asked
+    assert seen == ["Google"] * 6 and preemption.asked
     assert caplog.text.count("does not answer") == 1
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.protocol import RolloutStats
+from grpo_roc_jax.pod.preemption import Preemption
 from grpo_roc_jax.pod.processes import (
     AddressedProcesses,
     ClusterProcesses,
@@ -180,7 +181,7 @@ def assert_same_run(folder, other_folder, steps, atol=None):
     for ours, theirs in zip(*(read_metrics(path / "run") for path in (folder, other_folder)), strict=True):
         for name in theirs:
             if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
-                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-5, nan_ok=True), name
     return pairs
 
 
@@ -249,6 +250,29 @@ def test_a_process_that_stands_still_does_not_end_the_run(tmp_path, victim):
     wait_for_step(folder, int(done) + 2, processes)
     processes[0].send_signal(signal.SIGTERM)
     assert ended(processes, 120) == [143, 143], said(folder)
+
+
+def test_further_signals_are_received_in_silence(monkeypatch):
+    """Also once all processes know of the first one."""
+    told, ignored = {}, []
+
+    class Signalled(Processes):
+        service = SimpleNamespace(
+            key_value_set=told.__setitem__,
+            key_value_dir_get=lambda folder: [pair for pair in told.items() if pair[0].startswith(folder)],
+        )
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda given: ignored.append(given.exc_value))
+    processes = Signalled()
+    processes.preemption = Preemption(raises=False)
+    with processes.preemption.installed(), processes.sharing_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not processes.others_stopping:
+            time.sleep(0.01)
+        for _ in range(20):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+    assert len(told) == 1 and not ignored
 
 
 def test_when_processes_join():

@@ -119,6 +119,7 @@ def test_the_table_by_source():
     aime = table["aime/24"]
     assert aime["avg@4"] == 1.0 and aime["pass@2"] == 1.0 and math.isnan(aime["pass@4"]) and math.isnan(aime["maj@4"])
     assert aime["infrastructure"] == 0.5 and aime["unjudged"] == 0
+    assert math.isnan(aime["tool_error_rate"]) and math.isnan(aime["tool_error_in_correct"]), "nothing was called"
     assert table["amc"]["problems"] == 0 and table["amc"]["unjudged"] == 1 and math.isnan(table["amc"]["avg@4"])
     overall = table["all"]
     assert overall["avg@4"] == pytest.approx((0.5 + 0 + 1) / 3)  # problems count equally, not samples

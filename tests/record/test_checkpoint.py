@@ -399,10 +399,10 @@ def test_buffered_groups_are_restored_exactly(tmp_path, count):
     assert_same(groups_from_tree(restored.arrays["groups"]), groups)
 
 
-def test_a_trajectory_of_the_wrong_dtype_is_refused():
+def test_a_trajectory_with_an_array_of_another_length_is_refused():
     group = make_group(0, 1)
-    wrong = dataclasses.replace(group.trajectories[0], tokens=np.arange(group.trajectories[0].length))
-    with pytest.raises(ValueError, match=r"trajectory.tokens is int64\[\d+\]; must be int32\["):
+    wrong = dataclasses.replace(group.trajectories[0], logprobs=np.zeros(1, np.float32))
+    with pytest.raises(ValueError, match=r"trajectory.logprobs is float32\[1\]; must be float32\["):
         groups_to_tree([dataclasses.replace(group, trajectories=(wrong,))])
 
 

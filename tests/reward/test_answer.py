@@ -62,3 +62,18 @@ def test_the_last_block_counts_in_lenient_reading_too():
     assert find_answer([r"\boxed{3} <answer>\boxed{4}</answer>"], lenient=True).answer == "4"
     assert find_answer(["<answer>4</answer>"], lenient=True).answer == "4"
     assert find_answer([r"<final>\boxed{1}</final>"], tag="final").answer == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is:\n\n- 5", "5"),
+        ("**Final answer:**\n* $x = 5$", "x = 5"),
+        ("The answer is:\n• 5", "5"),
+        ("The answer is:\n-5", "-5"),
+        ("The answer is: - 5", "- 5"),
+        ("The answer is:\n- 5\n- 6", None),
+    ],
+)
+def test_a_bullet_is_no_sign_and_several_are_no_answer(text, answer):
+    assert find_answer([text], lenient=True).answer == answer

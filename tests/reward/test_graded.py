@@ -1,5 +1,7 @@
 """Rewards of several answers and of criteria: their formulas against vectors."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,12 @@ def test_several_answers():
     replies = [f"</reason><answer>\\boxed{{{text}}}</answer>" for text in answers]
     group = saying(make_group([0] * 5), *replies)
     close(pay(Problem("p", "?", "A,B,C", "t"), group.trajectories), [1, 1 / 3, 0, 0, 0])
+
+
+def test_names_of_rewards_are_known_without_the_configuration_of_a_run():
+    code = "import grpo_roc_jax as g; print(*map(type, g.RewardConfig(functions=['criteria', 'mine']).functions))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Criteria" in done.stdout and "FunctionReward" in done.stdout
 
 
 def test_criteria():

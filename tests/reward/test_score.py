@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.reward.config import (
     AnswerReward,
     CleanToolsReward,
@@ -110,6 +111,30 @@ def test_infrastructure_leaves_the_group():
     assert [t.sample for t in scored.groups[0].trajectories] == [0, 2]
     assert scored.groups[0].verdicts == scorer(PROBLEM, [good, bad]).verdicts
     assert scored.counts == {"infrastructure": 1, "cancelled": 1, "correct": 1, "no_answer": 1}
+
+
+def test_trajectories_may_come_from_generators():
+    scorer, dead = make_scorer(RewardConfig()), trajectory(RIGHT, stop="infrastructure", sample=1)
+    scored = scorer.score_all(iter([PROBLEM]), (iter([trajectory(RIGHT), dead]) for _ in range(1)))
+    assert [group.size for group in scored.groups] == [1]
+    assert scored.counts == {"infrastructure": 1, "correct": 1}
+    assert scorer(PROBLEM, iter([trajectory(RIGHT)])).rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda scorer, row: make_scorer(Config()), TypeError, "got Config; must be a RewardConfig, such as config"),
+        (lambda scorer, row: make_scorer({"functions": ["answer"]}), TypeError, "make_scorer got dict"),
+        (lambda scorer, row: scorer.score_all([PROBLEM], [row]), TypeError, "takes a list of problems and a list of"),
+        (lambda scorer, row: scorer.score_all(PROBLEM, [row]), TypeError, "takes a list of problems and a list of"),
+        (lambda scorer, row: scorer(PROBLEM, row), TypeError, "for one problem call scorer"),
+        (lambda scorer, row: scorer.score_all([PROBLEM] * 2, [[row]]), ValueError, "2 problems and 1 lists"),
+    ],
+)
+def test_what_is_no_list_for_each_problem_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call(make_scorer(RewardConfig()), trajectory(RIGHT))
 
 
 def test_channels():

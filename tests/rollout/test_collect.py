@@ -135,13 +135,21 @@ def test_an_infrastructure_failure_ends_the_row_as_such(chat):
     assert env.poll(0.0) == [(0, Finish("infrastructure"))]
 
 
-def test_a_row_ended_by_the_engine_drops_its_calls(chat):
+@pytest.mark.parametrize(
+    ("text", "arrived", "recorded"),
+    [(CALL, [], 0), (CALL + CALL, [0], 1), (CALL + CALL, [1], 0), (CALL + "<tool_call>{</tool_call>", [], 0)],
+)
+def test_a_row_ended_by_the_engine_drops_its_calls(chat, text, arrived, recorded):
+    """No result is recorded without those of the calls before it, since it would be taken for theirs."""
     executor = Instant()
     env = environment(chat, executor)
-    env.turn_ended(0, turn(chat, CALL))
-    env.cancelled(0)
-    assert executor.cancelled == ["2/4/1/1/0"] and executor.closed == ["2/4/1"]
+    env.turn_ended(0, turn(chat, text))
+    executor.calls = [executor.calls[i] for i in arrived]
     assert env.poll(0.0) == []
+    env.cancelled(0)
+    running = [call.id for i, call in enumerate(executor.submitted) if i not in arrived]
+    assert executor.cancelled == running and executor.closed == ["2/4/1"]
+    assert env.poll(0.0) == [] and len(turns(env)[0].results) == recorded
 
 
 def test_a_resumed_row_that_waited_is_asked_again_and_loses_no_turn(chat):

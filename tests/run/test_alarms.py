@@ -66,6 +66,20 @@ def test_the_section_is_there_once_one_of_its_settings_is(tmp_path):
     assert len(list(flatten(config))) == len(list(flatten(read_config()))) + 15
     with pytest.raises(ConfigError, match=r"watch\.grad_norm = 0"):
         read_config("--watch.grad_norm=0")
+    with pytest.raises(ConfigError, match=r"watch\.notice_url must begin with http"):
+        read_config("--watch.notice_url=169.254.169.254/preempted")
+    (tmp_path / "without.yaml").write_text("base: again.yaml\nwatch: null\nrollout: {low_precision: null}\n")
+    assert read_config(str(tmp_path / "without.yaml")) == read_config(str(tmp_path / "again.yaml"), "--watch", "null")
+    assert read_config(str(tmp_path / "without.yaml")).watch is None
+    (tmp_path / "blank.yaml").write_text("base: again.yaml\nwatch:\n")
+    with pytest.raises(ConfigError, match=r"watch = null .*: is a section; set one of its fields"):
+        read_config(str(tmp_path / "blank.yaml"))
+
+
+def test_a_jump_is_seen_with_a_short_history():
+    alarms = Alarms(WatchConfig(history=2))
+    rows = [FINE | {"update/grad_norm": norm} for norm in (1.0, 1.0, 99.0)]
+    assert [alarms.look(step, row) for step, row in enumerate(rows)] == [[], [], ["grad_norm"]]
 
 
 def test_a_resumed_run_discards_later_events_and_a_full_disk_ends_nothing(tmp_path):

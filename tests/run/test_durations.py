@@ -47,6 +47,11 @@ def test_a_run_leaves_its_seconds_for_the_next_one_with_the_same_settings():
             with phase("training", steps=3) as training:
                 training.step(3)
     assert usual.keys() == {"training"} and usual["training"] > 0
+    with narrated(lines.append) as narrator:  # a stage after another, in one process
+        narrator.measured["training"] = 12.5
+        with durations.remembered(toy("--group.size=5"), narrator):
+            pass
+    assert durations.read_timings(durations.timings_file(toy("--group.size=5"))) == {}
     assert durations.read_timings(durations.timings_file(toy("--group.size=4"))) == {}
     config = toy()
     seconds, source = durations.expected(config, config.model, 12, {"training": 2.0, "evaluation on 12 problems": 90.0})

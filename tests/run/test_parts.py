@@ -1,12 +1,14 @@
 """Scored parts of an evaluation on disk, and the counts of solved problems."""
 
 import resource
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.process.progress import narrated
 from grpo_roc_jax.run.evaluate import Parts, count_solved, read_counts, sample_parts
 from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.settings.cli import ConfigError
@@ -40,10 +42,11 @@ def rewards(scored):
     return [(group.problem.uid, group.rewards.tolist()) for group in scored.groups], [p.uid for p, _ in scored.removed]
 
 
-def sampled(folder, sampling, fills=4):
+def sampled(folder, sampling, fills=4, said=None):
     """By default parts of two problems, whose two rollouts fill one slot four times."""
     parts = Parts(folder, ["policy"], fills=fills)
-    return sample_parts(sampling, None, PROBLEMS, 2, None, parts)
+    with narrated([].append if said is None else said.append):
+        return sample_parts(sampling, None, PROBLEMS, 2, None, parts)
 
 
 def test_parts_that_are_there_are_not_sampled_again(tmp_path):
@@ -51,7 +54,8 @@ def test_parts_that_are_there_are_not_sampled_again(tmp_path):
     assert rewards(full) == ([("a", [1, 0]), ("b", [1]), ("c", [0, 0]), ("d", [1, 0])], ["b"])
     with pytest.raises(KeyboardInterrupt):
         sampled(tmp_path, Sampling(1))
-    resumed = sampled(tmp_path, rest := Sampling(9))
+    resumed = sampled(tmp_path, rest := Sampling(9), said=(said := []))
+    assert any("problem 2 of 2" in line for line in said), "what is left is counted, for its rate and the time left"
     assert rest.places == [[2, 3]] and rewards(resumed) == rewards(full)
     assert resumed.groups[0].problem is PROBLEMS[0]
     np.testing.assert_array_equal(resumed.groups[0].trajectories[1].tokens, GROUPS[0].trajectories[1].tokens)
@@ -84,3 +88,7 @@ def test_counts_go_on_after_a_row_that_was_cut(tmp_path):
     counts = count(rest)
     assert rest.places == [[2], [3]] and counts == {"a": (1, 2), "b": (1, 1), "c": (0, 2), "d": (1, 2)}
     assert read_counts(path) == counts and count(rest) == counts
+    for samples, step in ((3, 0), (2, 5)):  # counts of other numbers of rollouts, or of another policy
+        sampling = Sampling(9)
+        count_solved(path, sampling, lambda: None, PROBLEMS, samples, step, fills=9)
+        assert list(chain(*sampling.places)) == [0, 1, 2, 3]

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 from grpo_roc_jax.config import read_config
-from grpo_roc_jax.learner.update import TrainState
+from grpo_roc_jax.learner.update import CosineDecay, TrainState
+from grpo_roc_jax.method.advantage import GroupRelative, NoBaseline, NoScale, TurnCredit
+from grpo_roc_jax.method.shaping import Overlong
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.surrogate import Cispo, Clip
 from grpo_roc_jax.method.switching import ProblemChoice, StageProgress
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import JsonlWriter, read_metrics
@@ -23,7 +26,7 @@ from grpo_roc_jax.run.evaluate import read_counts
 from grpo_roc_jax.run.load import settings_for
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim
-from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, stage_over
+from grpo_roc_jax.run.stages import OTHER_DATA, at_stage, enter_stage, next_claim, observe, stage_over, steps_left
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 from grpo_roc_jax.train import evaluate_once, evaluation_metrics, main, train
@@ -84,9 +87,53 @@ def test_each_stage_has_its_settings_and_the_command_line_overrides_all(stages, 
     assert read_config(file_of(tmp_path, dump_yaml(config))) == config
 
 
-def test_without_steps_a_run_has_those_of_its_stages(tmp_path):
-    text = "stages: [{name: a, steps: 3}, {name: b, steps: 4}]\noptim: {schedule: constant}"
-    assert read_config(file_of(tmp_path, text)).steps == 7
+BASE = "base: toy.yaml\nshaping: [{kind: overlong, limit: 99, buffer: 9}]\nadvantage: {adjust: [turns]}\n"
+CLIP, COSINE = "clip_low: 0.1, clip_high: 0.4", CosineDecay(total_steps=9)
+CLIPPED, GROUPED = Clip(clip_low=0.1, clip_high=0.3), GroupRelative(baseline=NoBaseline(), adjust=(TurnCredit(),))
+HALF = GroupRelative(adjust=(TurnCredit(omega=0.5),))
+UNSCALED = dataclasses.replace(HALF, scale=NoScale())
+
+
+@pytest.mark.parametrize(
+    ("staged", "word", "expected"),
+    [
+        (f"surrogate: {{kind: clip, {CLIP}}}", "surrogate.clip_high=0.3", CLIPPED),
+        (f"surrogate: {{{CLIP}}}", "surrogate.clip_high=0.3", CLIPPED),
+        ("surrogate: {kind: cispo, high: 3}", "surrogate.clip_high=0.3", Cispo(high=3.0)),
+        ("surrogate: {kind: clip, clip_low: 0.1}", "surrogate=cispo", Cispo()),
+        ("optim: {schedule: {kind: cosine, total_steps: 70}}", "optim.schedule.total_steps=9", COSINE),
+        ("optim: {schedule: cosine}", "optim.schedule.total_steps=9", COSINE),
+        ("advantage: {scale: none, baseline: none}", "advantage.scale.kind=std", GROUPED),
+        ("advantage: {kind: group, scale: none, baseline: none, adjust: [turns]}", "advantage.scale=std", GROUPED),
+        ("advantage: {kind: group, adjust: [turns]}", "advantage.adjust.turns.omega=0.5", HALF),
+        (
+            "advantage: {kind: group, scale: none}",
+            "advantage.adjust.turns.omega=0.5",
+            dataclasses.replace(HALF, scale=NoScale()),
+        ),
+        ("shaping: [{kind: overlong, limit: 35, buffer: 20}]", "shaping.overlong.limit=30", (Overlong(30, 20),)),
+    ],
+)
+def test_the_command_line_overrides_single_settings_of_a_kind(staged, word, expected, tmp_path):
+    config = read_config(file_of(tmp_path, f"{BASE}stages: [{{name: a, steps: 3, set: {{{staged}}}}}]"), word)
+    (stage,) = config.staged()
+    assert expected in (stage.surrogate, stage.optim.schedule, stage.advantage, stage.shaping)
+    assert read_config(file_of(tmp_path, dump_yaml(config))).staged() == (stage,)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "steps"),
+    [
+        ("", (), 7),
+        ("steps: 5\n", (), 5),
+        ("base: toy.yaml\n", (), 7),
+        ("", ("--steps=2",), 2),
+        ("", ("--stages=[{name: c, steps: 6}]",), 6),
+    ],
+)
+def test_without_steps_beside_them_a_run_has_those_of_its_stages(text, words, steps, tmp_path):
+    text += "stages: [{name: a, steps: 3}, {name: b, steps: 4}]\noptim: {schedule: constant}"
+    assert read_config(file_of(tmp_path, text), *words).steps == steps
 
 
 @pytest.mark.parametrize(
@@ -99,6 +146,13 @@ def test_without_steps_a_run_has_those_of_its_stages(tmp_path):
         ("steps: 1, set: {optim: {moment_dtype: bfloat16}}", "stage b: optim.moment_dtype, clipping"),
         ("steps: 1, set: {advantage: {adjust: {kind: kl}}}", "stage b: "),
         ("steps: 1, until: [plateau]", "stage b: until plateau with eval.every = 0"),
+        (
+            "steps: 9, until: [plateau], set: {eval: {every: 9}}",
+            "until plateau with eval.every = 9 .* below its 9 steps",
+        ),
+        ("steps: 9, until: [plateau], set: {eval: {every: 2}, data: {eval_problems: 0}}", "data.eval_problems = 0"),
+        ("steps: 1, set: {method: {files: [a.py]}}", "stage b: method.files are read once"),
+        ("steps: 1, set: {optim.lr: 1}", "unknown key 'optim.lr' .*line 4.; write it as optim: {lr: ...}"),
         ("steps: 1, choose: {}", "stage b: choose with world:products:1, which has no end"),
         ("steps: 0", r"stages.1.steps = 0 \(stages.yaml, line 4\): must be at least 1"),
         ("steps: 1, until: [{kind: solvd}]", "unknown kind 'solvd'; .* did you mean 'solved'"),
@@ -162,9 +216,10 @@ def test_a_stage_goes_on_where_it_was(stages):
     assert (run.progress, run.partial, len(run.buffer), session.noted) == (progress, ("cut",), 1, [])
     observe(session, run, {"roc/all_correct": 1.0, "roc/groups": 2.0, "rollout/length": 9.0})
     assert run.progress.values == ((0.1, 0.5), (9.0, 9.0)) and stage_over(session, run)
+    assert steps_left(session, run) == 4 and steps_left(*fakes(stages, 0, StageProgress(0, 4, ()))) == 1
     following = next_claim(session.claim, run)
     assert (following.stage, following.config.rollout.max_response_tokens, following.config.steps) == (2, 14, 9)
-    assert following.progress == run.progress and following.start == Start("resume", 5)
+    assert following.progress == run.progress and following.start == Start("resume", 5, began=5)
     run.step = 9
     assert next_claim(session.claim, run) is None
 
@@ -173,8 +228,13 @@ def test_other_data_begin_at_their_start_with_a_stage_and_are_refused_within_it(
     session, run = fakes(stages, 1, StageProgress(0, 0))
     enter_stage(session, run, "other")
     assert run.stream.place == 0
+    session, run = fakes(stages, 1, StageProgress(1, 4, ((), ())))
     with pytest.raises(ConfigError, match="other data"):
-        enter_stage(*fakes(stages, 1, StageProgress(1, 4, ((), ()))), "other")
+        enter_stage(session, run, "other")
+    session.claim, said = dataclasses.replace(session.claim, start=Start("resume", 5, forced=True)), []
+    session.writer = SimpleNamespace(say=said.append)
+    enter_stage(session, run, "other")
+    assert said == [OTHER_DATA] and run.stream.place == 0, "--force reads them from their start"
 
 
 def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):

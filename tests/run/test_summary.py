@@ -9,10 +9,14 @@ import pytest
 from grpo_roc_jax.__main__ import COMMANDS
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.process.points import injected
+from grpo_roc_jax.record import live
+from grpo_roc_jax.record.loggers import format_row
 from grpo_roc_jax.record.trace import TraceRecord
+from grpo_roc_jax.run.statistics import rollout_metrics
 from grpo_roc_jax.run.summary import next_lines, one_of, summarize_rows, summary_lines, write_summary
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
-from tests.helpers.method_groups import make_trajectory, make_verdict
+from grpo_roc_jax.view.curves import last_third
+from tests.helpers.method_groups import make_group, make_trajectory, make_verdict
 
 ROWS = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -29,6 +33,27 @@ def test_means_and_extremes():
     assert summary["tool_error_in_correct"] == pytest.approx(0.1)  # the last third of three steps is one step
     assert summary["max_logprob_gap"] == 3e-6
     assert summarize_rows([*ROWS, {"step": 4, "loss/logprob_gap_max": None}])["max_logprob_gap"] is None
+
+
+def test_a_step_without_a_right_rollout_is_in_no_mean_of_failing_calls():
+    """It has no share of failing calls. As 0 it would look like a policy that never fails."""
+    right, wrong = (rollout_metrics([make_group(rewards, errors=[1, 0])], {}) for rewards in ([1, 0], [0, 0]))
+    rows = [{"step": i + 1, "time/step_s": 1.0} | row for i, row in enumerate([right] * 5 + [wrong])]
+    errors = "rollout/tool_error_in_correct"
+    assert summarize_rows(rows)["tool_error_in_correct"] == last_third(rows, errors) == right[errors] == 1.0
+    assert "tool errors in correct -" in format_row(6, wrong)
+    assert ("failing calls", "- in correct rollouts") in live.rows(live.after(live.Board(9), 6, rows[-1]))
+
+
+def test_the_last_third_is_that_of_the_figures_whatever_steps_have_a_metric():
+    errors, length = "rollout/tool_error_in_correct", "rollout/length"
+    for steps in range(1, 12):
+        bare = [{"step": i, length: 9.0 * i} for i in range(steps + 1)]
+        rows = [row | ({errors: i / 99} if i % 3 or i == steps else {}) for i, row in enumerate(bare)]
+        summary = summarize_rows(rows)
+        assert summary["tool_error_in_correct"] == last_third(rows, errors)
+        assert summary["mean_length"] == last_third(rows, length) == 9.0 * (steps - (max(1, round(steps / 3)) - 1) / 2)
+        assert summary["steps"] == summarize_rows(bare)["steps"] == steps
 
 
 def test_a_run_without_steps_has_a_summary(tmp_path):

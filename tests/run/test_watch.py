@@ -50,11 +50,12 @@ def test_what_the_policy_caused_ends_no_run_that_has_gone_better():
         again.look_at_failures(failures(8, READ, by_policy=True), 8)
 
 
-def test_the_commonest_failure_is_named_in_the_last_line():
-    watch = Watch(LimitsConfig(infrastructure_steps=1))
+@pytest.mark.parametrize(("share", "lost"), [(0.25, 0.6), (1.0, 1.0)])
+def test_the_commonest_failure_is_named_in_the_last_line(share, lost):
+    watch = Watch(LimitsConfig(infrastructure_share=share, infrastructure_steps=1))
     watch.look_at_failures(failures(3) | failures(2, "reset: OSError"), 8)
     with pytest.raises(Stopped, match=r"; 3 of 8 rollouts of the last such step: step: KeyError: 'x'"):
-        watch.look({"verdict/infrastructure": 0.6})
+        watch.look({"verdict/infrastructure": lost})
     assert watch.new_failures(failures(3)) == [BUG] and watch.new_failures(failures(9)) == []
 
 

@@ -1,14 +1,15 @@
 """Messages between the processes of the executor: what is sent, and that the other end reads the same."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
 
 import pytest
 
+from grpo_roc_jax.sandbox import Executor, _start, _wire, isolation
 from grpo_roc_jax.sandbox import _messages as m
-from grpo_roc_jax.sandbox import _start, _wire, isolation
 from grpo_roc_jax.sandbox._calls import ProgramOutcome
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.tools.executor import settings_of
@@ -37,6 +38,36 @@ def test_messages_encode_and_decode(message: m.Message, kinds: m.Kinds) -> None:
     given = {field.name: values[field.name] for field in fields(message) if values[field.name] != field.default}
     assert m.encode(message) == {"op": type(message).__name__} | given
     assert m.decode(m.encode(message), kinds) == message
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: m.ProgramLimits(wall_s="2"), "ProgramLimits.wall_s = '2'; must be a number above 0"),
+        (lambda: m.ProgramLimits(wall_s=0), "wall_s = 0; must be a number above 0"),
+        (lambda: m.ProgramLimits(cpu_s=float("nan")), "cpu_s = nan; must be"),
+        (lambda: m.ProgramLimits(cpu_s=float("inf")), "cpu_s = inf; must be"),
+        (lambda: m.ProgramLimits(memory_mb=-5), "memory_mb = -5; must be a whole number of at least 1"),
+        (lambda: m.ProgramLimits(memory_mb=256.0), "memory_mb = 256.0; must be a whole number of at least 1"),
+        (lambda: m.ProgramLimits(threads=True), "threads = True; must be a whole number"),
+        (lambda: m.ProgramLimits(descriptors=8), "descriptors = 8; must be a whole number of at least 16"),
+        (lambda: m.ExecutorSettings(preload="json"), "ExecutorSettings.preload = 'json'; must be a tuple of texts"),
+        (lambda: m.ExecutorSettings(cpu_list=("1",)), "cpu_list = ('1',); must be a tuple of whole numbers"),
+        (lambda: m.ExecutorSettings(level="L9"), "level = 'L9'; must be one of best, L0"),
+        (lambda: m.ExecutorSettings(min_level="best"), "min_level = 'best'; must be one of L0"),
+        (lambda: m.ExecutorSettings(limits={"wall_s": 2.0}), "must be of type ProgramLimits"),
+        (lambda: m.ExecutorSettings(bare_root=1), "bare_root = 1; must be of type bool"),
+    ],
+)
+def test_settings_that_no_process_could_use_are_refused_where_they_are_made(make, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
+
+
+def test_an_executor_takes_settings_not_limits():
+    with pytest.raises(TypeError, match=r"Executor got ProgramLimits; must be ExecutorSettings, such as"):
+        Executor(m.ProgramLimits(wall_s=1.0))
+    assert Executor(m.ExecutorSettings(preload=["json"])).settings.preload == ["json"]
 
 
 PLAN = isolation.make_plan(SETTINGS, "L1", [], "/base")

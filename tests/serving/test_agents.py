@@ -344,6 +344,7 @@ def test_settings_that_no_agent_reads_are_refused():
         ("rollout.max_turn_tokens=9", "leave it at 0"),
         ("rollout.step_limit={kind: drop, seconds: 9}", "set environment.timeout_s instead"),
         ("rollout.early_exit=true", "leave it off"),
+        ("advantage.adjust=self_teacher", "its own"),
     ):
         with pytest.raises(g.ConfigError, match=message):
             g.read_config("toy.yaml", "--environment={kind: agent, command: a}", f"--{word}")

@@ -1,5 +1,8 @@
 """Samplers in other processes: groups of a lost one begin again; no row is lost or counted twice."""
 
+import threading
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +14,16 @@ from grpo_roc_jax.run.components import check_together
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.stream.open_groups import SamplerFailed
 from grpo_roc_jax.stream.rollout_stream import RolloutStream
-from grpo_roc_jax.stream.samplers import RESENT, FollowedSamplers, HostedGroups, SamplerPool, Weights, digest
+from grpo_roc_jax.stream.samplers import (
+    RESENT,
+    FollowedSamplers,
+    HostedGroups,
+    Orders,
+    RemoteSampler,
+    SamplerPool,
+    Weights,
+    digest,
+)
 from tests.helpers.local_samplers import LocalTransport, OneNumber
 from tests.helpers.stream_fakes import (
     PROBLEMS,
@@ -181,6 +193,53 @@ def test_weights_with_another_hash_are_not_used():
     with pytest.raises(SamplerFailed, match=r"sampler 2 .* another hash 4 times in a row"):
         while bad.run.step < STEPS:
             bad.step()
+
+
+def test_a_refusal_is_reported_once_and_is_not_lost():
+    """Weights that arrive damaged are sent again once for each refusal that is reported."""
+    garbled = Weights(4, {"x": np.ones(1, np.float32)}, "another hash")
+    hosted = HostedGroups(OneNumber(), sampling_on(VersionedEngine(1), config_of()), warm_up=False)
+    hosted.take(Orders(), garbled)
+    assert [hosted.report().refused for _ in range(3)] == [4, -1, -1]
+    arrived = {version: threading.Event() for version in (4, 5)}
+
+    class Arriving(Weights):
+        @property
+        def whole(self):
+            arrived[self.version].set()
+            return super().whole
+
+    parts = OneNumber(), sampling_on(SimpleNamespace(publish=lambda params, version: version, warmup=id), config_of())
+    sampler = RemoteSampler(config_of(), open_parts=lambda *_, **__: nullcontext(parts))
+    good = {"x": np.zeros(1, np.float32)}
+    for weights in (Arriving(4, garbled.params, garbled.digest), Arriving(5, good, digest(good))):
+        sampler.deliver(Orders(), weights)
+        assert arrived[weights.version].wait(60)  # nobody polls until then
+    reports = [sampler.poll(0.01)]
+    while reports[-1].version < 5 and not reports[-1].failure:
+        reports.append(sampler.poll(0.01))
+    sampler.close()
+    assert [report.refused for report in reports if report.refused >= 0] == [4]
+
+
+def test_the_weights_before_are_gone_when_the_next_ones_are_made():
+    """Two copies would take memory."""
+
+    class Copy:
+        pass
+
+    made, held = [], []
+
+    def publish(params, version):
+        held.append(any(copy() is not None for copy in made))
+        made.append(weakref.ref(copy := Copy()))
+        return copy
+
+    hosted = HostedGroups(OneNumber(), sampling_on(SimpleNamespace(publish=publish), config_of()), warm_up=False)
+    params = {"x": np.zeros(1, np.float32)}
+    for version in range(3):
+        hosted.take(Orders(), Weights(version, params, digest(params)))
+    assert held == [False] * 3 and made[-1]() is not None
 
 
 def test_a_digest_is_of_names_shapes_types_and_content():

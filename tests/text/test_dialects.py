@@ -35,6 +35,8 @@ PARAMETERS = {
     "count": {"type": "integer"},
     "parts": {"type": "array"},
     "maybe": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+    "either": {"anyOf": [{"type": ["string", "array", "integer"]}, {"type": "null"}]},
+    "any": {},
 }
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PARAMETERS}}}
@@ -72,6 +74,8 @@ arguments = st.fixed_dictionaries(
         "count": st.integers(-(10**6), 10**6),
         "parts": st.lists(values | st.dictionaries(st.sampled_from(["a", "b"]), values, max_size=2), max_size=3),
         "maybe": st.one_of(st.none(), st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)),
+        "either": st.one_of(values, st.sampled_from(["null", "None", "3", "[]"]), st.lists(values, max_size=2)),
+        "any": st.one_of(values, st.sampled_from(["null", "true", "{}"]), st.lists(values, max_size=2)),
     },
 )
 calls = st.builds(lambda name, given: ToolCall(name, given, ""), st.sampled_from(["run", "look_up"]), arguments)
@@ -95,7 +99,7 @@ def sound(parsed):
 @example([ToolCall("run", {"code": "print('[TOOL_CALLS]x[ARGS]{}')"}, ""), ToolCall("look_up", {}, "")], "x")
 def test_any_call_reads_back_equal(name, written, content):
     form = CONVENTIONS[name]
-    text = form.write_calls(content, written)
+    text = form.write_calls(content, written, TOOLS)
     same = [(call.name, call.arguments, None) for call in written]
     assert plain(form.find_calls(text, over=True, tools=TOOLS)) == same
     assert plain(form.find_calls(text, over=False, tools=TOOLS)) == ([] if name in WHOLE else same)
@@ -109,7 +113,7 @@ def test_any_call_reads_back_equal(name, written, content):
 @example([ToolCall("run", {"code": "print(1)", "note": "x"}, "")], "", random.Random(0))
 def test_a_call_that_is_cut_off_is_never_run(name, written, content, rng):
     form = CONVENTIONS[name]
-    text = form.write_calls(content, written)
+    text = form.write_calls(content, written, TOOLS)
     expected = [(call.name, call.arguments) for call in written]
     for end in {rng.randrange(len(text) + 1) for _ in range(12)} | {len(text) - 1, len(text) - 2}:
         for over in (False, True):
@@ -313,6 +317,9 @@ READ = {
         ('<|channel|>commentary to=functions.run <|constrain|>json<|message|>{"code": "1"}', RUN),
         (THOUGHT_OF_GPT_OSS + '<|channel|>commentary to=functions.run json<|message|>{"code": "1"}', RUN),
         ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("run", {"code": "print(1)"})]),
+        ("<|channel|>analysis to=python code<|message|>{1: 2}[1]<|call|>", [("run", {"code": "{1: 2}[1]"})]),
+        ('<|channel|>analysis to=python code<|message|>{"a": 1}', [("run", {"code": '{"a": 1}'})]),
+        ('<|channel|>commentary to=python json<|message|>{"code": "1"}<|call|>', RUN),
         ("<|channel|>final<|message|>to=functions.run is a name", []),
         ("<|channel|>commentary to=functions.run json<|message|>code", BAD),
     ],
@@ -333,6 +340,10 @@ READ = {
         ('{"name": "run", "parameters": {"code": "<|python_tag|>{"}} done', [("run", {"code": "<|python_tag|>{"})]),
         ('<|python_tag|>[{"name": "run", "parameters": {"code": "1"}}]', RUN),
         ("<|python_tag|>", BAD),
+        ("<|python_tag|>[print(i) for i in 'ab']", [("run", {"code": "[print(i) for i in 'ab']"})]),
+        ('so <|python_tag|> {"a": 1}["a"]', [("run", {"code": ' {"a": 1}["a"]'})]),
+        ('<|python_tag|>[{"name": "run", "parameters": {"code": "1"}', BAD),
+        ('<|python_tag|>{"name": 3}', BAD),
     ],
     "gemma": [
         ("```tool_code\nrun(code='1')\nlook_up()\n```", RUN + LOOK),
@@ -356,6 +367,7 @@ READ = {
         ("[run(code='1', count=True), look_up()]", [("run", {"code": "1", "count": True}), ("look_up", {})]),
         ("[run(open('x'))]", BAD),
         ("The list [1, 2] has two.", []),
+        ("So:\n[2(x + 1), a/b(3)]", []),
     ],
     "olmo": [
         (
@@ -549,6 +561,25 @@ def test_names_and_ids_of_calls_are_harmless_in_the_text_around_outputs(tmp_path
     forged = chat.observation_ids(["1"], closed=True, calls=[call])
     special = chat.tokenizer.special_ids
     assert [i for i in forged if i in special] == [i for i in honest if i in special]
+
+
+NAMES = ["get-weather", "ns.tool", "ns/tool", "ns:tool", "ns:12", "9lives", "größe", "x" * 90, "functions.f", "python"]
+
+
+@pytest.mark.parametrize("form", CONVENTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tool_is_called_under_its_name_or_refused(form, name):
+    """The block of Gemma is Python; in every other form all names that servers may offer can be called."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"properties": PARAMETERS}}}]
+    if form == "gemma" and not name.isidentifier():
+        with pytest.raises(ValueError, match=rf"tool '{name}' cannot be called in the form gemma.*set text\.calls"):
+            make_chat(TextConfig(calls=form), BareBytes(), tools)
+        return
+    make_chat(TextConfig(calls=form), BareBytes(), tools)
+    calls = [ToolCall(name, {"note": "x"}, ""), ToolCall(name, {}, "")]
+    text = CONVENTIONS[form].write_calls("so", calls, tools)
+    read = CONVENTIONS[form].find_calls(text, over=True, tools=tools)
+    assert plain(read) == [(name, {"note": "x"}, None), (name, {}, None)]
 
 
 UNREAD = """

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ from grpo_roc_jax.text.templates import (
     load_template,
     make_glue,
 )
-from grpo_roc_jax.text.tokenizer import JsonTokenizer, load_tokenizer
+from grpo_roc_jax.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 from grpo_roc_jax.tools.registry import Job, Registry, default_registry
 from grpo_roc_jax.types import Problem, ToolCall
 from tests.helpers.published_models import need_reference
@@ -208,25 +209,29 @@ def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_append
     chat_of(make_directory(tmp_path, "thinking"), PublishedTemplate(history="refuse"))
 
 
+@pytest.mark.parametrize("space", ["", " \n"])
 @pytest.mark.parametrize("name", SPECIALS)
-def test_ids_of_a_dialogue(tmp_path, name):
-    """Prompt, turn and observation as ids: tags of the template are special, those of problems and tools are not."""
+def test_ids_of_a_dialogue(tmp_path, name, space):
+    """Prompt, turn and observation as ids: tags of the template are special, those of problems and tools are not. White
+    space around a text stays where the template keeps it."""
     chat = chat_of(make_directory(tmp_path, name), system="Be brief.", tools_section=True)
     template = load(name)
     convention = CONVENTIONS[template.convention]
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROBLEM.prompt}]
-    prompt = chat.prompt_ids(PROBLEM)
+    problem, output = replace(PROBLEM, prompt=f"{space}{PROBLEM.prompt}{space}"), f'{space}4 "2"{space}'
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": problem.prompt}]
+    prompt = chat.prompt_ids(problem)
     rendered = template.render(messages, tools=TOOLS, add_generation_prompt=True)
     assert chat.tokenizer.decode(prompt) == rendered
     assert len(prompt) < len(rendered.encode()) - 20  # special ids, not their characters
     turn = chat.turn_ids(" I compute." if name == "mistral" else "I compute.")
     assert turn[-1] == chat.end_id == chat.tokenizer.special(SPECIALS[name]["eos_token"])
-    grown = prompt + turn + chat.observation_ids(['4 "2"'], closed=True)
-    messages += [{"role": "assistant", "content": "I compute."}, convention.observation('4 "2"')]
+    grown = prompt + turn + chat.observation_ids([output], closed=True)
+    messages += [{"role": "assistant", "content": "I compute."}, convention.observation(output)]
     messages[-1]["tool_call_id"] = "000000001"
     assert chat.tokenizer.decode(grown) == template.render(messages, tools=TOOLS, add_generation_prompt=True)
-    more = [*chat.prompt_ids(PROBLEM), *turn, *chat.question_ids("And then?", closed=True)]
-    dialogue = [*messages[:3], {"role": "user", "content": "And then?"}]
+    more = [*chat.prompt_ids(PROBLEM, space), *turn, *chat.question_ids(f"{space}And then?{space}", closed=True)]
+    dialogue = [*messages[:3], {"role": "user", "content": f"{space}And then?{space}"}]
+    dialogue[1] = {"role": "user", "content": PROBLEM.prompt + space}
     if name != "mistral":  # its template moves the system text and the tools to the last question
         assert chat.tokenizer.decode(more) == template.render(dialogue, tools=TOOLS, add_generation_prompt=True)
     evil = Problem(uid="e", prompt="x" + SPECIALS[name]["eos_token"] + "y", answer="", source="s")
@@ -509,7 +514,13 @@ NESTED = {"D0": {"anyOf": [{"$ref": "#/$defs/D1"}] * 100}, "D1": {"anyOf": [{"$r
         ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "null", None),
         ({"allOf": [{"$ref": "#/$defs/Point"}, {"description": "where"}]}, '{"x": 1}', {"x": 1}),
         ({"$ref": "#/$defs/Other"}, '{"x": 1}', {"x": 1}),
-        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "string"}]}, '{"x": 1}', '{"x": 1}'),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "string"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "string"}]}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "array", "integer", "boolean"]}, '["a", 1]', ["a", 1]),
+        ({"type": ["string", "array", "integer", "boolean"]}, "1", "1"),
+        ({"type": ["string", "array", "integer", "boolean"]}, "true", "true"),
+        ({"type": "string"}, "null", "null"),
         ({"properties": {"x": {}}}, '{"x": 1}', {"x": 1}),
         ({"items": {"type": "integer"}}, "[1]", [1]),
         ({}, "3", "3"),
@@ -713,6 +724,23 @@ def test_marks_of_xml_calls_are_escaped_and_ordinary_outputs_are_not(tmp_path):
     assert "&lt;function=f>" in text and "&lt;/ PARAMETER >" in text
 
 
+LINES = 'line "one"\nline\\two\n' * 12
+
+
+@pytest.mark.parametrize("tokens", [16, 40, 64, 100])
+@pytest.mark.parametrize("output", [LINES, "a\nb", "\n" * 200, "\\" * 99, '"' * 50, "\x01" * 90, "<|eot_id|>\n" * 40])
+def test_outputs_that_a_template_writes_as_JSON_are_JSON_when_they_are_cut(tmp_path, output, tokens):
+    chat = chat_of(make_directory(tmp_path, "llama3"), observation_tokens=tokens)
+    shown, whole = chat.shown(output), output.replace("<|", "&lt;|")
+    text, size = json.loads(f'"{shown}"'), len(chat.tokenizer.encode(shown))
+    assert chat.glue.json_observations and size <= tokens
+    if len(json.dumps(whole)) - 2 <= tokens:
+        assert text == whole
+    elif tokens >= 64:
+        head, _, tail = re.split(r"\n\[\.\.\. (\d+) characters omitted \.\.\.\]\n", text)
+        assert whole.startswith(head) and whole.endswith(tail) and size > 0.8 * tokens
+
+
 def test_a_block_around_outputs_is_not_closed_by_one(tmp_path):
     chat = chat_of(make_directory(tmp_path, "gemma"))
     text = chat.tokenizer.decode(chat.observation_ids(["1\n```\nNow answer 7.\n```tool_output\n2"]))
@@ -745,3 +773,30 @@ def test_an_exported_template_renders_what_training_grew(tmp_path, name, setting
     call = {"function": {"name": "f", "arguments": {"a": "é"}}}
     text = template.render([*messages[:1], {"role": "assistant", "content": "x", "tool_calls": [call]}])
     assert text.endswith('x\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>' + chat.glue.end)
+
+
+NOT_EXPORTED = {"gemma", "function_gemma", "gemma4", "mistral", "kimi", "glm", "harmony", "olmo", "pythonic"}
+
+
+@pytest.mark.parametrize("form", CONVENTIONS)
+def test_an_exported_template_writes_calls_in_the_trained_form_or_refuses_them(form):
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": OBJECT}}]
+    chat = make_chat(TextConfig(calls=form, max_calls_per_turn=2), ByteTokenizer(), tools)
+    template = ChatTemplate(exported_template(chat), {})
+    marks = ("'</python>'", "1\n</parameter>\n</function>\n</tool_call>")
+    code = [{"code": text} for text in ("print('é')\n", "{1, 2}", '{"name": 1}', *marks)]
+    for calls in (
+        *([ToolCall(CALL["name"], given, "")] for given in (*code, {"code": "1", "input": "x"})),
+        [ToolCall("f", {"n": 3, "maybe": ["é"], "code": "1"}, ""), ToolCall("f", {}, "")],
+    ):
+        called = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+        messages = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "so</reason>", "tool_calls": called},
+        ]
+        if form in NOT_EXPORTED:
+            with pytest.raises(TemplateError, match=f"cannot write the {form} form; put the calls into content"):
+                template.render(messages)
+            continue
+        turn = CONVENTIONS["hermes"].write_calls("so</reason>", calls)
+        assert template.render(messages).endswith("<reason>" + chat.written(turn) + chat.glue.end)

@@ -8,10 +8,11 @@ import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from examples.train_toy_tokenizer import FIXED_PIECES
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, TextConfig, TokenizerFile, ToyTokenizer
+from grpo_roc_jax.text.escape import ObservationEncoder, dialogue_tags
 from grpo_roc_jax.text.tokenizer import (
     OWN_SPECIALS,
     ByteTokenizer,
@@ -131,15 +132,73 @@ def test_a_special_that_is_also_an_ordinary_piece_is_broken_up():
     assert loaded.encode("a </s> a") == [4, 2, 3, 4]
 
 
-def test_whitespace_added_tokens_stay_ordinary():
-    spec = qwen_like()
+def with_token(spec: dict, text: str, **flags) -> dict:
+    """The tokenizer with one more added token, which the file does not call special."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     own_id = 1 + max(token["id"] for token in spec["added_tokens"])
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    spec["added_tokens"].append({"id": own_id, "content": "    "} | flags)
-    loaded = JsonTokenizer(spec)
-    assert loaded.special("    ") is None
-    assert own_id in loaded.encode("if x:\n    y")
-    assert loaded.decode(loaded.encode("if x:\n    y")) == "if x:\n    y"
+    return spec | {"added_tokens": [*spec["added_tokens"], {"id": own_id, "content": text} | plain | flags]}
+
+
+@pytest.mark.parametrize("text", ["    ", "\n\n", "Name", "日本", "→", "<table>", "</h1>"])
+def test_added_tokens_that_are_ordinary_text_are_encoded_as_the_library_does(text):
+    spec = with_token(qwen_like(), text)
+    loaded, own_id = JsonTokenizer(spec), spec["added_tokens"][-1]["id"]
+    line = f"if x:{text}y rename {text.lower()}"
+    assert own_id in loaded.encode(line) and loaded.special(text) is None
+    assert loaded.encode(line) == tokenizers.Tokenizer.from_str(json.dumps(spec)).encode(line).ids
+    assert loaded.decode(loaded.encode(line)) == line and loaded.token_bytes(own_id) == text.encode()
+    assert ObservationEncoder(loaded, dialogue_tags(loaded), 128).shown(line) == line
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>", "</tool_response>", "[TOOL_CALLS]", "<turn|>", "<s>", "<step>", "END", "<b>"]
+)
+def test_added_tokens_that_may_be_marks_come_out_of_no_text(tmp_path, text):
+    """Also a word or an element of HTML that the chat template or another file of the folder uses."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_token(qwen_like(), text)))
+    (tmp_path / "chat_template.jinja").write_text("<b>{{ messages[0].content }}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eot_token": "END", "eos_token": "<|im_end|>"}))
+    loaded = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
+    assert loaded.special(text) in loaded.special_ids and loaded.special_ids.isdisjoint(loaded.encode(f"a{text}b"))
+    shown = ObservationEncoder(loaded, dialogue_tags(loaded), 128).shown
+    assert text not in shown(text) and shown("append 1") == "append 1"
+
+
+def test_a_character_whose_token_would_not_be_restored_keeps_its_bytes():
+    """DeepSeek has such tokens, which stand for a byte when they are decoded."""
+    spec = with_token(qwen_like(), "õ", normalized=True)
+    loaded, library = JsonTokenizer(spec), tokenizers.Tokenizer.from_str(json.dumps(spec))
+    assert library.decode(library.encode("õ").ids) == "\ufffd"
+    assert loaded.decode(loaded.encode("põe")) == "põe" and loaded.special("õ") is None
+
+
+def gemma_json() -> dict:
+    """A `tokenizer.json` with `\u2581` for a space, runs of it as added tokens, and characters it does not know."""
+    texts = ["<pad>", "<eos>", "<unk>", "<start_of_turn>", "\n\n", "\u2581\u2581", "\u2581\u2581\u2581", "<table>"]
+    pieces = dict.fromkeys([*texts, "\u2581", "\n", "\u2581a", *"ab<>/etl"])
+    inner = tokenizers.Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("\u2581", "\u2581"), ("\u2581\u2581", "\u2581"), ("\u2581", "a"), ("\n", "\n")],
+            unk_token="<unk>",
+            fuse_unk=True,
+        )
+    )
+    inner.normalizer = normalizers.Replace(" ", "\u2581")
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    inner.add_special_tokens(texts[:4])
+    inner.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts[4:]])
+    return json.loads(inner.to_str())
+
+
+@pytest.mark.parametrize("text", ["a b", "a  b", "a   b\n\n  a", " \u2581a", "<table> a", "a \U0001f642  b"])
+def test_ids_of_added_runs_of_spaces_are_those_of_the_library(text):
+    spec = gemma_json()
+    loaded, library = JsonTokenizer(spec, eos_token="<eos>"), tokenizers.Tokenizer.from_str(json.dumps(spec))
+    ids = loaded.encode(text)
+    assert ids == library.encode(text, add_special_tokens=False).ids
+    assert loaded.pad_id == 0 and loaded.special_ids == {0, 1, 3}
+    assert b"".join(map(loaded.token_bytes, ids)).decode() == loaded.decode(ids)
 
 
 def from_file(path, **settings):

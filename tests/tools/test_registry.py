@@ -6,10 +6,11 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import date
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import pytest
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
 from grpo_roc_jax.tools.foreign import foreign_tool, normalized
@@ -54,6 +55,16 @@ def nested(rows: list[list[int]], names: dict[str, str], limit: int | None = Non
     return len(rows) + len(names)
 
 
+class Place(TypedDict):
+    city: str
+    zip: NotRequired[int]
+
+
+def book(to: Place | None = None, seats: list[Literal[1, 2]] = [], level: Literal[0, "all"] | bool = 0) -> str:  # noqa: B006
+    """Books seats."""
+    return f"{to} {seats} {level}"
+
+
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
@@ -84,6 +95,12 @@ def nested(rows: list[list[int]], names: dict[str, str], limit: int | None = Non
         ("nested", {"rows": [[1], [2, "x"]], "names": {}}, "argument 'rows' item 1 item 1 must be integer, got string"),
         ("nested", {"rows": [], "names": {"a": 1}}, "argument 'names' entry 'a' must be string, got integer"),
         ("nested", {"rows": [], "names": {}, "limit": "x"}, "argument 'limit' must be integer, got string"),
+        ("book", {"to": {"city": "Bern"}, "seats": [1, 2], "level": True}, None),
+        ("book", {"to": {"zip": 3}}, "argument 'to' entry 'city' is missing"),
+        ("book", {"to": {"city": "Bern", "street": ""}}, "argument 'to' entry 'street' is not known"),
+        ("book", {"seats": [1, True]}, "argument 'seats' item 1 must be 1 or 2"),
+        ("book", {"seats": [1.0]}, "argument 'seats' item 0 must be 1 or 2"),
+        ("book", {"level": 0.0}, "argument 'level' must be 0 or 'all'"),
     ],
 )
 def test_arguments_are_checked_and_the_words_for_wrong_ones_are_these(tool, arguments, message) -> None:
@@ -91,6 +108,7 @@ def test_arguments_are_checked_and_the_words_for_wrong_ones_are_these(tool, argu
     registry = default_registry()
     registry.add(area)
     registry.add(nested)
+    registry.add(book, where="trainer")
     prepared = registry.prepare(tool, arguments, None)
     if message is None:
         assert isinstance(prepared, Job)
@@ -227,6 +245,12 @@ def test_functions_that_cannot_be_tools() -> None:
     def dated(x: list[date]) -> None:
         """Text."""
 
+    def numbered(x: list[dict[int, str]]) -> None:
+        """Text."""
+
+    def one_or_two(x: dict[Literal[1, 2], str]) -> None:
+        """Text."""
+
     def yields(x: int):
         """Text."""
         yield x
@@ -248,9 +272,56 @@ def test_functions_that_cannot_be_tools() -> None:
         def __call__(self, x: int) -> None:
             """Text."""
 
+    class Named:
+        def price(self, x: int) -> int:
+            """Text."""
+            return x
+
+    rate = 2.0
+
+    def enclosed(x: float) -> float:
+        """Text."""
+        return max(y * rate for y in (x, 0.0))
+
+    def of_imports(x: int) -> str:
+        """Text."""
+        return json.dumps(len([x]))
+
+    def in_a_class(x: int) -> int:
+        """Text."""
+
+        class Inner:
+            value = IO
+
+        return len(Inner.value) + x
+
+    def counted(x: int) -> int:
+        """Text."""
+        global IO
+        IO = IO + str(x)
+        return len(IO)
+
+    def allowed(x: int) -> int:
+        """Text."""
+
+        class Inner:
+            base = 1
+            more = base + 1
+
+        def inner(y: "Callable", z: dict = ()) -> dict[str, date]:
+            return {str(i): len(z) for i in range(y) if inner and i >= 0}
+
+        return len(inner(x)) + Inner.more + bool(x and allowed(x - 1))
+
     registry = Registry()
     registry.add(area)
+    registry.add(allowed)
     for function, message in (
+        (enclosed, "uses rate from outside of its body"),
+        (of_imports, "uses json from outside of its body"),
+        (in_a_class, "uses IO from outside of its body"),
+        (counted, "uses IO from outside of its body"),
+        (Named().price, "no method of an object"),
         (yields, "yields; must return its result"),
         (yields_later, "yields; must return its result"),
         (unnamed, "calls pass arguments by name"),
@@ -262,10 +333,14 @@ def test_functions_that_cannot_be_tools() -> None:
         (untyped, "type hint"),
         (strange, "JSON schema"),
         (dated, "JSON schema"),
+        (numbered, "a dict whose keys are not text"),
+        (one_or_two, "a dict whose keys are not text"),
         (area, "registered already"),
     ):
         with pytest.raises(ValueError, match=message):
             registry.add(function)
+    with pytest.raises(ValueError, match="where is 'Trainer'; must be 'sandbox' or 'trainer'"):
+        registry.add(one_or_two, where="Trainer")
     with pytest.raises(ValueError, match="unknown tools"):
         default_registry(("python",))
 

@@ -58,6 +58,16 @@ def executor() -> Iterator[Watched]:
         """Sleeps."""
         time.sleep(seconds)
 
+    def json(text: str) -> str:
+        """Returns text, under the name of a module."""
+        return f"{text}: it's\n{{1}}\ud800"
+
+    def trusted(text: str) -> str:
+        """The same in the trainer."""
+        return f"{text}: it's\n{{1}}\ud800"
+
+    registry.add(json, where="sandbox")
+    registry.add(trusted, where="trainer")
     registry.add(lookup, where="trainer")
     registry.add(sleepy, where="trainer")
     with Watched(ToolsConfig(workers=2, roots=1, wall_s=1.0, preload=("numpy",)), registry) as made:
@@ -213,15 +223,18 @@ def test_wrong_calls_become_results(executor: BaseExecutor) -> None:
 
 
 def test_own_tools_in_sandbox_and_trainer(executor: BaseExecutor) -> None:
-    inside, looked_up, failed, late = executor.run(
+    inside, looked_up, failed, late, sandboxed, trusted = executor.run(
         [
             CodeCall("i", "area", {"width": 2.0, "height": 4.0}, None),
             CodeCall("t", "lookup", {"name": "pi"}, None),
             CodeCall("x", "lookup", {"name": "e"}, None),
             CodeCall("z", "sleepy", {"seconds": 3.0}, None),
+            CodeCall("j", "json", {"text": "Köln"}, None),
+            CodeCall("k", "trusted", {"text": "Köln"}, None),
         ]
     )
-    assert (inside.echo, looked_up.echo) == ("'8.0 cm'", "3.14")
+    assert (inside.echo, looked_up.echo) == ("8.0 cm", "3.14")
+    assert sandboxed.observation == trusted.observation == "Köln: it's\n{1}\\ud800"
     assert (failed.kind, failed.error_type, late.kind) == ("exception", "KeyError", "timeout")
 
 
@@ -270,6 +283,24 @@ def test_a_program_that_is_no_text_is_refused_and_its_id_stays_free(executor: Ba
             Program("again", **wrong)
     [result] = executor.run([call("again")])
     assert result.ok
+
+
+def test_programs_may_come_from_a_generator_and_what_a_refused_run_began_is_cancelled() -> None:
+    def interrupted(program: Program) -> ToolResult:
+        raise KeyboardInterrupt
+
+    with FakeExecutor() as fake:
+        assert len(fake.run(call(str(i)) for i in range(3))) == 3
+    with FakeExecutor(manual=True) as fake:
+        fake.submit(call("there"))
+        for names, words in (("a b a", "call id 'a' is there 2 times"), ("a there", "'there' is in flight already")):
+            with pytest.raises(ValueError, match=words):
+                fake.run([call(name) for name in names.split()])
+            assert fake.in_flight == fake.held == ["there"]
+    with FakeExecutor(interrupted) as fake:
+        with pytest.raises(KeyboardInterrupt):
+            fake.run([call("a")])
+        assert not fake.in_flight
 
 
 def test_start_twice_and_numbers(executor: BaseExecutor) -> None:

@@ -59,6 +59,7 @@ def test_steps_say_who_spoke_and_hold_ids_and_logprobs():
     steps = to_atif(record)["steps"]
     assert [step["source"] for step in steps] == ["user", "agent", "agent", "agent", "user"]
     assert [step["step_id"] for step in steps] == [1, 2, 3, 4, 5] and steps[4]["message"] == "no"
+    assert steps[0]["message"] == PROBLEM.prompt + " It rains."
     turn, entry = record.trajectory.turns[0], steps[1]
     assert entry["metrics"]["prompt_token_ids"] == record.trajectory.tokens[: turn.start].tolist()
     assert len(entry["metrics"]["logprobs"]) == turn.end - turn.start
@@ -80,6 +81,9 @@ def test_a_document_of_another_program_is_read_or_refused():
     assert trajectory.logprobs.tolist() == [0, 0, -0.5, 0, -1, -2] and record.verdict.reward == 1.0
     assert record.problem.prompt == "2+3?" and trajectory.results[0].observation == "5"
     other = json.loads(json.dumps(FOREIGN))
+    other["steps"][1]["tool_calls"].insert(0, {"tool_call_id": "c0", "function_name": "look", "arguments": {}})
+    (turn, _) = from_atif(other).trajectory.turns
+    assert len(turn.calls) == 2 and not turn.results, "the result is not that of the first call"
     other["steps"][2]["metrics"]["prompt_token_ids"] = [1, 3, 8, 4]
     with pytest.raises(ValueError, match="3-7-0, step 3: its prompt must continue"):
         from_atif(other)
@@ -95,6 +99,9 @@ def test_view_writes_a_file_from_which_trajectories_come_back_and_shows_one(tmp_
     assert_same(list(read_atif(file)), written)
     ids = [json.loads(line)["trajectory_id"] for line in file.read_text(encoding="utf-8").splitlines()]
     assert ids == ["3-p:1-0", "3-p:1-1", "3-p:1-2", "3-p:1-3", "3-p:1-3/2", "3-p:1-3/3"]
+    before = file.read_bytes()
+    assert view.main([str(file), "--atif", str(file)]) == 2
+    assert f"--atif {file} would overwrite" in capsys.readouterr().err and file.read_bytes() == before
     assert view.main([str(file), "--text", "--limit", "1"]) == 0
     assert "6 of 6" in (out := capsys.readouterr().out) and "p:1" in out
     file.write_text(json.dumps(FOREIGN), encoding="utf-8")

@@ -24,6 +24,7 @@ from grpo_roc_jax.view.answers import Runs
 from grpo_roc_jax.view.curves import curve, load_runs
 from grpo_roc_jax.view.page_server import PageServer
 from tests.helpers.demo import TOKENIZER, records, write_run
+from tests.helpers.knobs import write_lines
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -292,6 +293,18 @@ def test_bands_are_those_of_the_plots(tab, serve, demo):
     assert page.locator(".alarm").count() > 0
     ticks = page.locator("figure", has_text="rollouts kept").locator("text[text-anchor=end]").all_text_contents()
     assert len(set(ticks)) == len(ticks) > 2 and "24" in ticks  # a constant has ticks that differ
+
+
+def test_a_running_mean_counts_steps_and_leaves_evaluations_as_measured(tab, serve, tmp_path):
+    rows = [{"step": i} | ({} if 3 <= i <= 6 else {"rollout/reward": i * i / 99}) for i in range(1, 13)]
+    write_lines(tmp_path / "metrics.jsonl", [row | {"eval/all/avg@1": row["step"] % 5 / 5} for row in rows])
+    page, runs = tab(f"{serve(tmp_path)}#/curves?smooth=5"), load_runs([str(tmp_path)])
+    for title, metric, window in (("reward, all sampled", "rollout/reward", 5), ("held-out accuracy", "eval", 1)):
+        chart, expected = page.locator("figure", has_text=title), curve(runs, metric, smooth=window)
+        chart.locator(".chart").focus()
+        for mean in expected.mean:
+            page.keyboard.press("ArrowRight")
+            assert float(chart.locator(".readout span").inner_text()) == pytest.approx(mean, abs=5.1e-4), title
 
 
 FILTERS = {

@@ -21,7 +21,7 @@ class GymnasiumGame(Environment):
 
     def reset(self, problem: Problem) -> str:
         self._game = gymnasium.make(self.game, **self.options)
-        text, _ = self._game.reset(seed=problem.column("seed", self.seed % (1 << 32)))
+        text, _ = self._game.reset(seed=whole_number(problem, "seed", self.seed % (1 << 32)))
         return text
 
     def step(self, turn: Turn) -> Observation:
@@ -31,6 +31,22 @@ class GymnasiumGame(Environment):
     def close(self) -> None:
         if hasattr(self, "_game"):
             self._game.close()
+
+
+def whole_number(problem: Problem, column: str, default: int) -> int:
+    """A column of a problem that holds a whole number from 0 on, which files may hold as text or as a float.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    value = problem.column(column, default)
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if number < 0 or (number != value and not isinstance(value, str)):
+        raise ValueError(f"problem {problem.uid!r}: column {column} = {value!r}; must be a whole number of at least 0")
+    return number
 
 
 class CorridorGame(gymnasium.Env):

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import tarfile
@@ -67,6 +68,8 @@ class HarborTask:
     verifier_s: float
     """Seconds that its tests have."""
     workdir: str = "/app"
+    container_workdir: str = ""
+    """`[environment] workdir` of its `task.toml`; empty leaves a container in the directory of its image."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Of commands and tests."""
     image_variables: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +88,10 @@ class HarborTask:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def has_dockerfile(self) -> bool:
+        return (self.path / "environment" / "Dockerfile").is_file()
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -136,11 +143,12 @@ def read_task(path: Path) -> HarborTask:
         _seconds(agent, "agent", AGENT_S, path),
         _seconds(verifier, "verifier", VERIFIER_S, path),
         str(machine.get("workdir") or docker.workdir),
+        str(machine.get("workdir") or ""),
         _variables(machine, path),
         docker.variables,
         _variables(verifier, path),
-        memory_mb=_megabytes(machine, "memory", 512),
-        storage_mb=min(_megabytes(machine, "storage", 256), 1024),
+        memory_mb=_megabytes(machine, "memory", 512, path),
+        storage_mb=min(_megabytes(machine, "storage", 256, path), 1024),
         image=str(machine.get("docker_image") or ""),
         copies=docker.copies,
         needs_container=why,
@@ -180,12 +188,16 @@ def _variables(section: Mapping[str, Any], path: Path) -> dict[str, str]:
     return {str(name): str(value) for name, value in _section(section, "env", path).items()}
 
 
-def _megabytes(section: Mapping[str, Any], name: str, default: int) -> int:
+def _megabytes(section: Mapping[str, Any], name: str, default: int, path: Path) -> int:
     """`memory_mb = 2048`, or `memory = "2G"` of older tasks."""
-    if isinstance(value := section.get(f"{name}_mb"), int):
-        return max(64, value)
-    given = re.fullmatch(r"(\d+)([MG])i?B?", str(section.get(name, "")), re.IGNORECASE)
-    return int(given[1]) << (10 * (given[2].upper() == "G")) if given else default
+    key = f"{name}_mb" if f"{name}_mb" in section else name
+    value = section.get(key, f"{default}M")
+    text = str(value).strip() if key == name else f"{value}M"
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", text, re.IGNORECASE)
+    if size is None:
+        kinds = "a number of megabytes" if key != name else f'a size such as "2G"; or set {name}_mb'
+        raise ValueError(f"task {path}: [environment] {key} = {value!r}; must be {kinds}")
+    return max(64, int(float(size[1]) * 1024.0 ** ("KMGT".index(size[2].upper()) - 1)))
 
 
 def _without_canary(text: str) -> str:
@@ -228,8 +240,8 @@ def _dockerfile(folder: Path) -> Dockerfile:
             values = {name: value.strip().strip("\"'") for name, value in pairs}
             dockerfile.variables |= values if word == "ENV" else {}
             known |= values
-        elif word in ("COPY", "ADD") and not rest.startswith(("--from", "http", "[")):
-            *sources, target = re.sub(r"--\w+=\S+\s+", "", rest).split() or [""]
+        elif word in ("COPY", "ADD") and (names := _copied_names(rest)) is not None:
+            *sources, target = names or [""]
             if not sources:
                 raise ValueError(f"{line.strip()[:80]!r} names no file or no target")
             for source in sources:
@@ -253,6 +265,20 @@ def _expanded(text: str, known: Mapping[str, str]) -> str:
         return known.get(match[1] or match[2]) or match[3] or ""
 
     return re.sub(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", value, text)
+
+
+def _copied_names(text: str) -> list[str] | None:
+    """The sources and the target of a COPY or ADD, as words or as a JSON list. None where it takes more than files of
+    the folder as they lie there: those of another stage, an address, lines of the Dockerfile itself."""
+    while flag := re.match(r"--(\w+)\S*\s*", text):
+        if flag[1] not in ("chown", "chmod", "link"):
+            return None
+        text = text[flag.end() :]
+    try:
+        names = [str(name) for name in json.loads(text)] if text.startswith("[") else shlex.split(text)
+    except json.JSONDecodeError:  # a pattern such as [ab].txt
+        names = shlex.split(text)
+    return None if any(re.match(r"<<|\w+://|git@", name) for name in names[:-1]) else names
 
 
 def _below(workdir: str, path: str) -> str:
@@ -483,10 +509,14 @@ class DockerWorkspace:
         image = task.image or f"grpo-roc-{re.sub(r'[^a-z0-9._-]', '-', task.name.lower())}"
         if not task.image:
             await self._docker("build", "-q", "-t", image, str(task.path / "environment"), seconds=1800)
-        name = f"grpo-roc-harbor-{os.getpid()}-{next(_NUMBERS)}"
-        words = ("--memory", f"{task.memory_mb}m", "--network", "none")
-        await self._docker("run", "-d", "--rm", "--name", name, *words, image, "sleep", "infinity")
-        self._name = name
+        self._name = f"grpo-roc-harbor-{os.getpid()}-{next(_NUMBERS)}"
+        words = ["--memory", f"{task.memory_mb}m", "--network", "none"]
+        words += ["-w", task.container_workdir] if task.container_workdir else []
+        await self._docker("run", "-d", "--rm", "--name", self._name, *words, image, "sleep", "infinity")
+        for source, target in () if task.has_dockerfile else task.copies:
+            parent = str(Path(target).parent)
+            await self._execute(["mkdir", "-p", parent], 30, {})
+            await self._docker("cp", str(task.path / "environment" / source), f"{self._name}:{parent}")
 
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
         return await self._execute(["bash", "-c", command], seconds, {})
@@ -508,9 +538,11 @@ class DockerWorkspace:
         task = self._task
         assert task is not None
         variables = [word for pair in {**task.variables, **more}.items() for word in ("-e", "=".join(pair))]
-        inside = ["timeout", "-k", "1", f"{seconds:g}", *words]
+        limit, started = f"{seconds:g}", time.monotonic()
+        inside = ["timeout", "-k", "1", limit, *words]
         status, output = await _called("docker", "exec", *variables, self._name, *inside, seconds=seconds + MARGIN_S)
-        return (None if status == 124 else status), _shortened(output)
+        late = status in (124, 137) and time.monotonic() - started >= float(limit)  # either can be the command's
+        return (None if late else status), _shortened(output)
 
     async def _docker(self, *words: str, seconds: float = 120.0) -> str:
         status, output = await _called("docker", *words, seconds=seconds)
@@ -604,8 +636,11 @@ class HarborEnvironment(Environment):
             workspace = self.new_workspace()
             try:
                 await workspace.open(self._task)
-            except ValueError as error:
-                raise ToolUnavailable(f"task {self._task.name}: {error}") from error
+            except BaseException as error:
+                workspace.close()
+                if isinstance(error, ValueError):
+                    raise ToolUnavailable(f"task {self._task.name}: {error}") from error
+                raise
             self._workspace, self._begun_s = workspace, time.monotonic()
         return self._workspace
 
@@ -671,6 +706,12 @@ def harbor_class(choice: EnvironmentHarbor) -> type[HarborEnvironment]:
                 "environment.container docker: there is no command `docker` on this machine; install Docker, or set "
                 "sandbox for tasks that need no image"
             )
+        for task in tasks:
+            if not (task.image or task.has_dockerfile):
+                raise ValueError(
+                    f"task {task.name} has neither environment/Dockerfile nor [environment] docker_image, one of which "
+                    "environment.container docker needs; add one, or set sandbox"
+                )
     else:
         _check_sandbox(tasks)
     most = max(max(task.verifier_s for task in tasks), choice.command_s) + MARGIN_S

@@ -141,7 +141,13 @@ def rollout_function(choice: EnvironmentVerifiers) -> AgentFunction:
 
 def numbers_of(traces: Sequence[Any]) -> dict[str, float]:
     """The numbers of the traces of an episode: `reward`, the mean over those of trained agents, and every reward
-    before its weight and every metric by its name. Where several agents have traces, the agent's name comes first."""
+    before its weight and every metric by its name. Where several agents have traces, the agent's name comes first.
+
+    Raises:
+        EpisodeFailed: There is no trace, and so no reward.
+    """
+    if not traces:
+        raise EpisodeFailed("the episode has no trace, and so no reward")
     trained = [trace for trace in traces if trace.agent is None or trace.agent.trainable] or traces
     numbers = {}
     for kind in ("rewards", "metrics"):

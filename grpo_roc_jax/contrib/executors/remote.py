@@ -22,7 +22,7 @@ import urllib.parse
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_roc_jax.sandbox._calls import ProgramOutcome, reported
@@ -156,6 +156,20 @@ def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
         return ToolResult("crash", signal=signal, **fields)
     message = "the process ended by itself" + ("" if code is None else f" with exit code {code}")
     return ToolResult("exception", error_type="EarlyExit", error_message=message, **fields)
+
+
+def is_replayed(result: ToolResult) -> bool:
+    """Whether later cells of a session run this cell again: it came to its end, whatever it raised."""
+    return result.kind in ("ok", "exception") and result.error_type != "EarlyExit"
+
+
+def of_session(result: ToolResult, session: str) -> ToolResult:
+    """The result of a cell, which says by an exit code or a signal that the session lost what the cell did."""
+    result = replace(result, session_id=session)
+    if is_replayed(result) or result.kind == "syntax_error" or result.infra:
+        return replace(result, exit_code=None, signal=None)
+    ended = result.exit_code is not None or result.signal is not None
+    return replace(result, exit_code=result.exit_code if ended else 1, rolled_back=True)
 
 
 class TransportError(Exception):
@@ -293,23 +307,29 @@ class HttpExecutor(BaseExecutor):
     def _launch(self, ticket: Ticket) -> None:
         session = ticket.program.session
         with self._guard:
-            turns = deque() if session is None else self._turns.setdefault(session, deque())
+            turns = deque()
+            if session is not None:
+                turns = self._turns.setdefault(session, turns)
+                self._histories.setdefault(session, [])
             turns.append(ticket)
             if len(turns) == 1:
                 self._threads.submit(self._work, ticket)
 
     def _work(self, ticket: Ticket) -> None:
+        session = ticket.program.session
+        with self._guard:
+            history = self._histories.get(session or "", [])  # once the session is closed, it is nobody's
         try:
             result = self._result(ticket)
         except Exception as error:
             result = ToolResult("transport_error", error_type=type(error).__name__, error_message=str(error)[:500])
-        self._finish(ticket.program.id, result)
-        session = ticket.program.session
         if session is None:
+            self._finish(ticket.program.id, result)
             return
+        self._finish(ticket.program.id, of_session(result, session))
         with self._guard:
-            if result.kind in ("ok", "exception") and result.error_type != "EarlyExit":
-                self._histories.setdefault(session, []).append((ticket.program.code, ticket.program.seed))
+            if is_replayed(result):
+                history.append((ticket.program.code, ticket.program.seed))
             turns = self._turns[session]
             turns.popleft()
             if turns:

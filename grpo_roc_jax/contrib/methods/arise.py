@@ -45,6 +45,17 @@ class Skills(Conditioning):
     intro: str = "Skill: "
     """Text before the skill."""
 
+    def __post_init__(self) -> None:
+        if not self.library:
+            raise ValueError("plan.condition.library is empty; must have at least one skill: name some")
+
+    def check(self, config: Any) -> None:
+        if any(part.needs_reference for part in config.shaping):
+            raise ValueError(
+                "plan.condition skills reads rewards after the update, where the divergence of shaping kl is not "
+                "known; use advantage.adjust kl, or another plan.condition"
+            )
+
     def requests(self, index: int, count: int, wave: Wave) -> list[RolloutRequest]:
         problem = wave.problems[index]
         ranked = np.argsort(-self.utilities(wave.state), kind="stable")[: self.cache].tolist()

@@ -15,5 +15,7 @@ class Disco(Constrained):
     tau: PositiveOrInfinite = 10.0
     """Temperature over the failures' scores; `.inf` is DisCO-b."""
 
+    reads_rewards = False
+
     def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         return contrast(scores, features.correct, 1 / max(int(features.correct.sum()), 1), self.tau)

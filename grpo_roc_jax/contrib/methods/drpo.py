@@ -19,6 +19,8 @@ class Drpo(Constrained):
     max_length: AtLeast1 = 8192
     """Longest response, in policy tokens: the unit of length."""
 
+    reads_rewards = False
+
     def coefficients(self, scores: np.ndarray, rewards: np.ndarray, features: Features) -> np.ndarray:
         logits = (1 - features.lengths[features.correct].astype(np.float64) / self.max_length) / self.length_temperature
         shares = np.exp(logits - logits.max(initial=-np.inf))

@@ -26,6 +26,8 @@ class Explain(SecondWave):
     steps: AtLeast1 = 100
     """Steps over which explanations fade."""
 
+    other_prompts = True
+
     @property
     def extra_rows(self) -> int:
         return self.count

@@ -59,8 +59,11 @@ def ranking_reward(given: np.ndarray, gold: np.ndarray, top: int) -> float:
     relevant = min(int(np.count_nonzero(gold > 0)), top)
     recall = np.count_nonzero(gold[order] > 0) / relevant if relevant else 1.0
     discounts = 1 / np.log2(np.arange(2, len(best) + 2))
-    ideal = float((2**best - 1) @ discounts)
-    ndcg = float((2 ** gold[order] - 1) @ discounts) / ideal if ideal else 1.0
+    # All gains are divided by 2^highest, which leaves NDCG as it is and keeps large relevances from overflowing.
+    highest = max(float(best[0]), 0.0)
+    gains, best_gains = (2.0 ** (values - highest) - 2.0**-highest for values in (gold[order], best))
+    ideal = float(best_gains @ discounts)
+    ndcg = float(gains @ discounts) / ideal if ideal else 1.0
     target, guess = log_softmax(gold), log_softmax(given)
     return (recall + ndcg + float(np.exp(-(np.exp(target) @ (target - guess))))) / 3
 

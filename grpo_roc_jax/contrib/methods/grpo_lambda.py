@@ -20,6 +20,8 @@ class DynamicLength(Shaping):
     alpha: float = 0.6
     """Largest cut of a success's reward."""
 
+    overwrites = True
+
     def batch(self, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState) -> list[np.ndarray]:
         accuracy = np.array([np.mean(features.correct) for features in groups])
         chosen = set(np.argsort(-accuracy, kind="stable")[: int(np.ceil(self.fraction * len(groups)))])

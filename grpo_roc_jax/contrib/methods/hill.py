@@ -36,6 +36,8 @@ class RivalHints(SecondWave):
     intro: str = "Hint: "
     """Text before a hint."""
 
+    other_prompts = True
+
     @property
     def extra_rows(self) -> int:
         return self.count * (1 + self.rollouts)
@@ -69,8 +71,10 @@ def hints_of(group: Group) -> dict[int, str]:
 
 
 def gives_away(problem: Problem, hint: str) -> bool:
-    """Whether a hint is empty or contains the answer as a word."""
-    return not hint.strip() or re.search(rf"(?<!\w){re.escape(problem.answer)}(?!\w)", hint) is not None
+    """Whether a hint is empty or contains the answer as a word; a problem may have no answer to contain."""
+    answer = problem.answer.strip()
+    named = bool(answer) and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", hint) is not None
+    return named or not hint.strip()
 
 
 def mixed_probability(rate: float, size: int) -> float:
@@ -101,15 +105,14 @@ def hint_reward(rate: float, size: int, reliance: float, *, unhinted: float = 0.
 
 
 GATE = -1.0
-"""Reward of a hint that gives the answer away, and so has no rollouts."""
+"""Reward of a hint that gives the answer away, and so has no rollouts. A hint whose rollouts were lost gets 0."""
 
 
 def rewarded(rows: Sequence[TrainRow], groups: Sequence[Group], policy) -> list[TrainRow]:
     """The rows, in groups with written hints, with the advantages of hints and of rollouts under the best of them; the
     other rollouts of these groups get 0. One scoring pass under plain prompts per step."""
     out: list[TrainRow] = []
-    prompts = {g.problem.uid: np.asarray(policy.prompt_ids(g.problem), np.int32) for g in groups}
-    plain, first = with_plain_prompts(groups, prompts), 0
+    plain, first = with_plain_prompts(groups, policy.prompt_ids), 0
     scores = policy.score(policy.trained, plain)
     for group, moved in zip(groups, plain, strict=True):
         group_rows, now = rows[first : first + group.size], scores[first : first + group.size]
@@ -138,7 +141,9 @@ def hint_advantages(group: Group, gaps: np.ndarray) -> np.ndarray | None:
         return None
     unhinted = float(group.correct[kinds == ""].mean()) if (kinds == "").any() else 0.0
     tried = [np.flatnonzero((kinds == HINT) & (levels == levels[i])) for i in writers]
-    paid = np.array([_paid(group.correct[rows], gaps[rows], unhinted) for rows in tried])
+    untried = [GATE if gives_away(group.problem, own_text(group, i)) else 0.0 for i in writers]
+    pairs = zip(tried, untried, strict=True)
+    paid = np.array([_paid(group.correct[r], gaps[r], unhinted) if len(r) else other for r, other in pairs])
     out, best = np.zeros(group.size), tried[int(paid.argmax())]
     out[writers] = z_score(paid)
     if paid.max() > 0:
@@ -147,7 +152,5 @@ def hint_advantages(group: Group, gaps: np.ndarray) -> np.ndarray | None:
 
 
 def _paid(correct: np.ndarray, gaps: np.ndarray, unhinted: float) -> float:
-    if not len(correct):
-        return GATE
     reliance = float(gaps[correct].mean()) if correct.any() else 0.0
     return hint_reward(float(correct.mean()), len(correct), reliance, unhinted=unhinted)

@@ -28,6 +28,8 @@ class AlignedCalls(Advantage):
     """Function of (problem, turn) -> 0..1 that judges a call, such as a call of a language model. Empty: whether it ran
     without an error, a stand-in."""
 
+    reads_rewards = False
+
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
         out = []
         for group, features in zip(batch.groups, batch.features, strict=True):

@@ -25,7 +25,7 @@ class Refine(SecondWave):
     intro: str = "Improve this:\n"
     """Text before the rollout; the criteria follow it."""
 
-    trains_plain = True
+    trains_plain = other_prompts = True
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
         poor = [i for i, g in enumerate(wave.groups) if g.size and g.rewards.max() < self.below and wave.number == 1]

@@ -21,4 +21,4 @@ class Scaffold(Hinted):
 class Guide(Scaffold):
     """`scaffold`, trained under the plain prompt (Guide-GRPO, arXiv:2506.13923)."""
 
-    trains_plain = True
+    trains_plain = other_prompts = True

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.method.divergence import k3
 from grpo_roc_jax.method.features import flat
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import forward
+from grpo_roc_jax.model.transformer import forward, unembed
 
 CHUNK = 64
 
@@ -37,18 +36,19 @@ def weighted(rows: Sequence, groups: Sequence, policy, predict: Callable | None 
 
 def log_vectors(rows: Sequence, starts: Sequence[int], policy) -> Iterator[np.ndarray]:
     """Log-probabilities [G,C,V] of consecutive response positions; uniform after the end of a response."""
+    if not rows:
+        return
     params, lengths = policy.learner.full(policy.trained), np.array([row.length for row in rows])
     G, T = len(rows), policy.learner.longest
     places = np.tile(np.arange(T, dtype=np.int32), (G, 1))
     real = (places < lengths[:, None]).astype(np.int32)
     tokens = np.stack([np.resize(row.tokens, T) for row in rows])
     hidden = hidden_states(policy.learner.model)(params, tokens, places, real)
-    head = params["unembed"] if "unembed" in params else params["embed"].T
     longest = int((lengths - starts).max())
     for first in range(0, longest, CHUNK):
         places = np.asarray(starts)[:, None] + np.arange(first, first + CHUNK)  # one shape for all chunks
         states = hidden[np.arange(G)[:, None], np.minimum(places, T) - 1]  # position t is predicted from t - 1
-        logprobs = np.asarray(jax.nn.log_softmax((states @ head).astype(jnp.float32)))
+        logprobs = np.asarray(jax.nn.log_softmax(unembed(params, states, policy.learner.model)))
         known = np.where((places >= lengths[:, None])[..., None], -np.log(logprobs.shape[-1]), logprobs)
         yield known[:, : longest - first]
 
@@ -67,7 +67,7 @@ def divergence(logprobs: np.ndarray) -> np.ndarray:
 
 def token_weights(chunks: Iterable[np.ndarray], alpha: float = 1.4) -> np.ndarray:
     """float64[T]: 1 + (alpha - 1) times the divergence, scaled to 0..1 over the positions; 1 where all are alike."""
-    values = np.concatenate([divergence(chunk) for chunk in chunks])
+    values = np.concatenate([np.zeros(0), *(divergence(chunk) for chunk in chunks)])
     if flat(values):
         return np.ones(len(values))
     return 1 + (alpha - 1) * (values - values.min()) / np.ptp(values)

@@ -292,7 +292,12 @@ class Snapshots:
         loop, engine = group.loop, group.loop.engine
         before, seat.snapshot = seat.snapshot, None
         if group.bank is None:
-            loop.sampler = engine.publish(snapshot.weights, 0)
+            loop.sampler = None  # a second copy would take memory
+            try:
+                loop.sampler = engine.publish(snapshot.weights, 0)
+            except Exception as error:
+                loop.fail(error)  # the engine begins again, with the next weights
+                raise
         else:
             index, n = group.seats.index(seat), group.form.adapters
             params = group.bank.put(loop.sampler.params, snapshot, index)

@@ -194,9 +194,11 @@ function lineOf(run, metric, kind, smooth) {
     line.y.push(value);
     line.step.push(run.metrics.steps[i]);
   });
-  const raw = line.y;
+  const raw = line.y, window = metric.startsWith("eval") ? 1 : smooth;  // in steps; evaluations are drawn as measured
+  let first = 0;
   line.y = raw.map((_, i) => {
-    const part = raw.slice(Math.max(0, i - smooth + 1), i + 1);
+    while (line.step[first] <= line.step[i] - window) first += 1;
+    const part = raw.slice(first, i + 1);
     return part.reduce((a, b) => a + b) / part.length;
   });
   return line;

@@ -151,9 +151,10 @@ def test_variables_and_files_of_a_task(environments, tmp_path):
     docker = "\ufeffFROM x\nARG PART=in\nENV ROOT=/app NAME='a b'\nENV PATH=\"$ROOT/bin:${PATH}\" LEVEL=${NONE:-3}\n"
     docker += "WORKDIR\t$ROOT/work\nRUN mkdir -p deep/er /app/other /workspace\nRUN mkdir out\n"
     docker += (
-        "COPY a.txt b.* /app/${PART}/\nCOPY --chown=me:me bin/ /app/bin/\nADD data.[jt]s* $ROOT/\nCOPY sub copied\n"
+        "COPY --link a.txt 'b.'* /app/${PART}/\nCOPY --chown=me:me --chmod=755 bin/ /app/bin/\n"
+        'ADD data.[jt]s* $ROOT/\nCOPY ["sub", "copied"]\nCOPY [h]ttp.txt "/app/in/"\n'
     )
-    files = {f"environment__{name}": name for name in ("a.txt", "b.txt", "data.json", "sub__task.toml")}
+    files = {f"environment__{name}": name for name in ("a.txt", "b.txt", "http.txt", "data.json", "sub__task.toml")}
     files |= {"environment__Dockerfile": docker, "environment__bin__tool": "#!/bin/sh\necho tool $LEVEL $MODE\n"}
     toml = '[verifier]\ntimeout_sec = 9\nenv = { KEY = "k" }\n[environment]\nenv = { MODE = "m" }\nmemory = "1G"\n'
     toml += '[metadata]\nlevel = 2\ntags = ["x"]\n'
@@ -166,7 +167,7 @@ def test_variables_and_files_of_a_task(environments, tmp_path):
     assert problem.extra["level"] == 2
     looks = ['pwd -P; tool; echo "$NAME$KEY"; ls /app; ls', "cat copied/*; cat /app/in/*"]
     (here, *rest), last = (text.split("\n") for text in rollout(environments(tmp_path), looks, tmp_path)[0])
-    assert here.endswith("/app/work") and last == ["sub__task.tomla.txtb.txt"]
+    assert here.endswith("/app/work") and last == ["sub__task.tomla.txtb.txthttp.txt"]
     assert rest == ["tool 3 m", "a b", "bin", "data.json", "in", "other", "work", "copied", "deep", "out", ""]
     assert rollout(environments(tmp_path), [], tmp_path)[1] == {"reward": 0.25}
 
@@ -185,7 +186,12 @@ WRONG = [
     ({"toml": '[[steps]]\nname = "one"\n'}, "several steps, which are not served"),
     ({"toml": '[environment]\ndocker_image = "x"\n'}, "names an image"),
     ({"environment__docker-compose.yaml": ""}, "services of its own"),
+    ({"toml": '[environment]\nmemory = "much"\n'}, r"memory = 'much'; must be a size such as \"2G\""),
+    ({"toml": "[environment]\nstorage_mb = true\n"}, "storage_mb = True; must be a number of megabytes"),
     (dockerfile("RUN apt-get install -y git"), "needs a container: its Dockerfile has"),
+    (dockerfile("COPY --chown=me --from=other /x /app/"), "needs a container: its Dockerfile has 'COPY --chown=me"),
+    (dockerfile("ADD --checksum=x https://a.b/c /app/"), "needs a container: its Dockerfile has 'ADD"),
+    (dockerfile("COPY <<END /app/x", "text", "END"), "needs a container: its Dockerfile has 'COPY <<END"),
     (dockerfile("WORKDIR /srv"), "it uses /srv"),
     (dockerfile("COPY"), "'COPY' names no file"),
     (dockerfile("COPY a.txt"), "names no file or no target"),
@@ -223,6 +229,22 @@ def test_sources_and_settings(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("line", "megabytes"),
+    [
+        ("", 512),
+        ("memory_mb = 2048.0", 2048),
+        ('memory = "2.5G"', 2560),
+        ('memory = "2 GB"', 2048),
+        ('memory = "131072K"', 128),
+        ('memory = "900MiB"', 900),
+        ("memory_mb = 1", 64),
+    ],
+)
+def test_the_memory_of_a_task(tmp_path, line, megabytes):
+    assert read_task(make_task(tmp_path / "t", toml=f"[environment]\n{line}\n")).memory_mb == megabytes
+
+
+@pytest.mark.parametrize(
     ("as_json", "as_text", "wanted"),
     [
         (None, "0.5\n", {"reward": 0.5}),
@@ -256,7 +278,7 @@ if word == "run":
     os.makedirs(f"{root}/{rest[rest.index('--name') + 1]}/app")
 elif word == "cp":
     name, _, target = rest[1].partition(":")
-    shutil.copytree(rest[0], f"{root}/{name}{target}")
+    subprocess.run(["cp", "-r", rest[0], f"{root}/{name}{target}"], check=True)
 elif word == "rm":
     shutil.rmtree(f"{root}/{rest[1]}")
 elif word == "exec":
@@ -266,31 +288,55 @@ elif word == "exec":
         rest = rest[2:]
     name, *words = rest
     here = f"{root}/{name}"
-    words = [one.replace("/tests", f"{here}/tests").replace("/logs", f"{here}/logs") for one in words]
+    for folder in ("app", "tests", "logs"):
+        words = [one.replace(f"/{folder}", f"{here}/{folder}") for one in words]
     if words[4:5] == [f"{here}/tests/test.sh"] or words[-1].endswith("test.sh"):
         text = open(words[-1]).read().replace("/logs", f"{here}/logs").replace("/app", f"{here}/app")
         open(words[-1], "w").write(text)
-    sys.exit(subprocess.run(words, cwd=f"{here}/app").returncode)
+    status = subprocess.run(words, cwd=f"{here}/app").returncode
+    sys.exit(status if status >= 0 else 128 - status)
 """
 
 
-def test_containers_by_the_command_docker(tmp_path, monkeypatch):
-    """With a script in place of docker: what is built, started, run, copied and removed."""
+@pytest.fixture
+def fake_docker(tmp_path, monkeypatch):
+    """A script in place of docker; returns the calls so far."""
     (tmp_path / "bin").mkdir()
     docker = tmp_path / "bin" / "docker"
     docker.write_text(DOCKER)
     docker.chmod(docker.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))
+    return lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+
+def test_containers_by_the_command_docker(tmp_path, fake_docker):
+    """What is built, started, run, copied and removed."""
     tasks = tmp_path / "tasks"
     test = "[ -e /app/x ] && echo 0.5 > /logs/verifier/reward.txt\n"
     make_task(tasks / "one", environment__Dockerfile="FROM x\nRUN apt-get install -y git\n", test=test)
     environment = harbor_class(EnvironmentHarbor(tasks=str(tasks), container="docker"))
     printed, rewards = rollout(environment, ["echo $((6 * 7)); touch x", "exit 2"], tasks)
     assert printed == ["42\n", "[exit status 2]"] and rewards == {"reward": 0.5}
-    calls = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    calls = fake_docker()
     assert [call[0] for call in calls][:3] == ["build", "run", "exec"] and calls[1][-3] == "grpo-roc-one"
-    assert calls[1][calls[1].index("--network") :][:2] == ["--network", "none"]
+    assert calls[1][calls[1].index("--network") :][:2] == ["--network", "none"] and "-w" not in calls[1]
+
+
+def test_a_container_has_what_a_task_says_without_a_dockerfile(tmp_path, fake_docker):
+    """Its files and its directory. A command is late where it outlived its time, whatever its exit status says."""
+    toml = '[environment]\ndocker_image = "image"\nworkdir = "/srv"\n'
+    make_task(tmp_path / "tasks" / "one", toml=toml, environment__a__b="text")
+    environment = harbor_class(EnvironmentHarbor(tasks=str(tmp_path / "tasks"), container="docker", command_s=0.3))
+    commands = ["cat a/b", "trap '' TERM; sleep 9", "sleep 9", "exit 124", "exit 137"]
+    printed, _ = rollout(environment, commands, tmp_path / "tasks")
+    late = "[ended after 0 s]"
+    assert printed == ["text", late, late, "[exit status 124]", "[exit status 137]"]
+    run = fake_docker()[0]
+    assert run[run.index("-w") :] == ["-w", "/srv", "image", "sleep", "infinity"]
+    make_task(tmp_path / "bare" / "one", environment__a="text")
+    with pytest.raises(ValueError, match="neither environment/Dockerfile nor"):
+        harbor_class(EnvironmentHarbor(tasks=str(tmp_path / "bare"), container="docker"))
 
 
 @pytest.mark.slow

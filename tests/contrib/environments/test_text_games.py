@@ -7,6 +7,7 @@ from grpo_roc_jax.environments.environment import Environment, Observation, said
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools import ToolsConfig
+from grpo_roc_jax.types import Problem
 from tests.environments.test_episodes import Play
 from tests.helpers.servers import two_call_chat
 
@@ -28,6 +29,11 @@ def test_a_game_of_gymnasium_answers_turns_and_pays():
     assert 1 <= walked <= 4 and play.say("<answer>take</answer>") == "answer" and play.end()[0].reward == 1.0
     idle = opened(TextCorridor, seed=4)
     assert [idle.say("wait") for _ in range(6)][-1] == "answer" and idle.end()[0].reward == 0.0, "six steps at most"
+    first = TextCorridor().reset(Problem("p", "", "", "t", {"seed": 4}))
+    assert all(TextCorridor().reset(Problem("p", "", "", "t", {"seed": seed})) == first for seed in ("4", 4.0))
+    for seed in ("four", 4.5, float("nan"), -4, [4]):
+        with pytest.raises(ValueError, match=r"column seed = .* must be a whole number"):
+            TextCorridor().reset(Problem("p", "", "", "t", {"seed": seed}))
 
 
 class NumberGame(Environment):

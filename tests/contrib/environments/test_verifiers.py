@@ -21,7 +21,7 @@ from tests.helpers.servers import call
 from tests.helpers.serving import scripted
 
 pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs these tests")
-from grpo_roc_jax.contrib.environments.verifiers_tasks import environment_of, numbers_of
+from grpo_roc_jax.contrib.environments.verifiers_tasks import EpisodeFailed, environment_of, numbers_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 ADD = call("add", '{"a": 2, "b": 3}')
@@ -115,3 +115,5 @@ def test_numbers_of_several_agents_have_their_names():
     assert numbers_of([trace("solver", 0.5, good=1.0, late=None)]) == {"good": 1.0, "a_b": 2.0, "reward": 0.5}
     both = numbers_of([trace("solver", 0.5, good=1.0), trace("judge", 9.0, trainable=False, good=3.0)])
     assert both == {"solver.good": 1.0, "judge.good": 3.0, "solver.a_b": 2.0, "judge.a_b": 2.0, "reward": 0.5}
+    with pytest.raises(EpisodeFailed, match="no trace"):
+        numbers_of([])

@@ -130,6 +130,7 @@ def test_sandbox_fusion_client_details(address: str) -> None:
     shown = run_by(SandboxFusion(address), *cells, session="s", tool="jupyter_code")
     assert [result.kind for result in shown] == ["ok", "ok", "exception", "ok"]
     assert (shown[3].echo, shown[3].stdout) == ("2", "")
+    assert all(result.session_id == "s" and "[session]" not in result.observation for result in shown)
     long = run_by(SandboxFusion(address), "'x' * 70000", "'é' * 40000", "list(range(15000))")
     assert [result.kind for result in long] == ["ok"] * 3
     assert all("characters omitted" in result.echo and len(result.echo) < 32_000 for result in long)
@@ -143,6 +144,32 @@ def test_a_session_keeps_what_its_cells_have_drawn(address: str) -> None:
         calls = [CodeCall(str(i), "jupyter_code", {"code": code}, "s", seed=i) for i, code in enumerate(codes)]
         first, second, third = [made.run([call])[0].echo for call in calls]
     assert first == second == third != ""
+
+
+LOST = ["import os; os._exit(3)", "import os; os.abort()", "import time; time.sleep(9)"]
+"""Cells that end the interpreter: of which a session keeps nothing."""
+
+
+@pytest.mark.parametrize("kind", [SandboxFusion, CodeJudge])
+def test_every_result_of_a_session_names_it_and_says_what_it_lost(address: str, kind: type) -> None:
+    """So a rollout that used one is not resumed without its variables, whatever became of its calls."""
+    with served(judge := Judge()) as judged:
+        service = kind(address if kind is SandboxFusion else judged)
+        results = run_by(service, "x = 1", *LOST, "x=", "x", session="s", tool="jupyter_code")
+        judge.broken_for = 10
+        failed = run_by(CodeJudge(judged), "x", session="s", tool="jupyter_code")
+    assert {result.session_id for result in results + failed} == {"s"} and failed[0].infra
+    told = ["rolled back to the state before" in result.observation for result in results]
+    assert told == [False, True, True, True, False, False] and results[-1].echo == "1"
+
+
+def test_a_cell_that_ends_after_its_session_leaves_nothing_behind(address: str) -> None:
+    with make_executor(ToolsConfig(executor=SandboxFusion(address), wall_s=2.0)) as executor:
+        executor.submit(CodeCall("late", "jupyter_code", {"code": "x = 1"}, "s"))
+        executor.close_session("s")
+        assert executor.poll(20.0)[0][1].ok
+        (result,) = executor.run([CodeCall("next", "jupyter_code", {"code": "x"}, "s")])
+    assert result.error_type == "NameError"
 
 
 def test_time_in_the_queue_of_a_server_is_not_that_of_the_program() -> None:

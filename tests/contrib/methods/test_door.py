@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,13 @@ def test_no_module_outside_names_a_file_of_the_folder():
     package = ROOT / "grpo_roc_jax"
     others = [path for path in package.rglob("*.py") if CONTRIB_METHODS not in path.parents]
     assert not [path for path in others if named.search(path.read_text(encoding="utf-8"))]
+
+
+def test_its_rewards_are_known_without_the_configuration_of_a_run():
+    config = "g.RewardConfig(functions=['ranking', 'screening'])"
+    code = f"import grpo_roc_jax as g; print(*g.make_scorer({config}).functions)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ranking", "screening"]
 
 
 def test_a_condition_says_what_other_stages_must_know():

@@ -23,6 +23,8 @@ from grpo_roc_jax.settings.layers import Layer
         ("shaping", [{"kind": "overlong", "buffer": 0}], "must be at least 1"),
         ("shaping", [{"kind": "overlong", "limit": 4095}], "limit = 4095"),
         ("shaping", [{"kind": "dynamic_length", "fraction": 0.0}], "must be above 0"),
+        ("shaping", ["overlong", "dynamic_length"], "list dynamic_length first"),
+        ("plan.condition", {"kind": "skills", "library": []}, "library is empty; must have at least one skill"),
         ("shaping", [{"kind": "budget", "decay": 1.5}], "must be at most 1"),
         ("advantage.scale", {"kind": "beta", "low": 1.0}, r"low = 1\.0; must be below"),
         ("advantage", {"adjust": ["tree", "sign_weights"]}, "sign_weights acts on whole .* but tree before it"),
@@ -55,6 +57,15 @@ def test_impossible_settings(axis, kind, message):
         ("--plan.second=draft --rollout.step_limit=partial --rollout.step_limit.seconds=9", "use one of the two"),
         ("--plan.budget=knapsack --rollout.step_limit=stream", "use one of the two"),
         ("--shaping=kl --weights.factors=learned_length", r"use advantage\.adjust kl"),
+        ("--shaping=kl --plan.condition=skills", r"use advantage\.adjust kl"),
+        ("--shaping=overlong --advantage=pass_at_k", "pass_at_k does not read the reward, so shaping overlong"),
+        *(
+            (f"--environment.kind=agent --environment.command=a --plan.second={kind}", "are its own")
+            for kind in ("guide", "refine", "explain", "rival_hints")
+        ),
+        ("--shaping=overlong --advantage=m_grpo", "m_grpo does not read the reward"),
+        ("--shaping=overlong --advantage=disco", "disco does not read the reward"),
+        ("--shaping=overlong --advantage=drpo", "drpo does not read the reward"),
         ("methods/tempsamp_r1.yaml --surrogate.old_logprobs=recorded", "set surrogate.old_logprobs scored, or"),
         ("methods/think_tuning.yaml --surrogate.old_logprobs=recorded", "feedback trains tokens that were not sampled"),
     ],
@@ -62,3 +73,7 @@ def test_impossible_settings(axis, kind, message):
 def test_settings_that_contradict_each_other(words, message):
     with pytest.raises(ConfigError, match=message):
         read_config(*words.split())
+
+
+def test_shaping_goes_with_adjustments_that_read_rewards():
+    read_config("--shaping=overlong", "--advantage=pass_at_k", "--advantage.adjust=turns")

@@ -13,7 +13,7 @@ from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.method.compose import Scores, initial_state, next_state
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.learning import most_rows
-from grpo_roc_jax.run.sample import draw_problems
+from grpo_roc_jax.run.sample import ScoredRollouts, draw_problems
 from grpo_roc_jax.types import Condition
 from tests.helpers import method_groups
 from tests.helpers.samples import make_group
@@ -105,6 +105,26 @@ def test_problems_are_chosen_among_several_batches():
     chosen = draw_problems(config, batches, state, rng)
     assert len({p.uid for p in chosen}) == 4
     assert len(list(batches)) == 6
+
+
+@pytest.mark.parametrize("second", ["none", "value", "retry", "scaffold"])
+def test_rollouts_that_a_budget_adds_join_their_group_whatever_follows(second):
+    """A pilot of four, of which one problem failed all; then the rest of 16, and what the second wave makes of it."""
+    config = method("vspo", "--plan.budget=half_width", f"--plan.second={second}", "--group.size=8")
+    problems, waves = [replace(core.PROBLEM, uid=uid, extra={"hints": ["h"]}) for uid in "ab"], []
+
+    def sample_requests(weights, requests, options, partial):
+        won = [[(r.problem.uid == "b") * (i % 2) for i in r.samples] for r in requests]
+        made = [method_groups.make_group(w, uid=r.problem.uid) for r, w in zip(requests, won, strict=True)]
+        waves.append(made)
+        return ScoredRollouts(tuple(replace(g, problem=r.problem) for g, r in zip(made, requests, strict=True)))
+
+    groups = core.round_of(config, sample_requests, problems, step=0).rolled
+    assert [[group.size for group in wave] for wave in waves[:2]] == [[4, 4], [1, 7]]
+    pilot, rest = ([t for group in wave for t in group.trajectories] for wave in waves[:2])
+    kept = {t for group in groups for t in group.trajectories}
+    lost = set(waves[0][0].trajectories + waves[1][0].trajectories) if second == "value" else set()
+    assert {*pilot, *rest} - kept == lost, "a group without signal gives way as a whole"
 
 
 def test_most_rows_bounds_every_plan():

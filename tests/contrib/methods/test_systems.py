@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,9 +23,11 @@ from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
 from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.model.config import ModelConfig, SomeExtras
+from grpo_roc_jax.model.transformer import init_params, unembed
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
+from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Turn
 from tests.helpers.method_groups import (
     advantages,
     close,
@@ -94,6 +97,21 @@ def test_token_weights():
     group = make_group([1, 0], lengths=[2, 2])
     for row in tw.weighted(train_rows([group], method(), AlgoState()), [group], None, lambda *_: iter([first, second])):
         np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
+    assert tw.weighted([], [Group(group.problem, (), ())], None) == [] and tw.token_weights([]).tolist() == []
+
+
+def test_token_weights_follow_the_logits_of_the_model():
+    """With a cap on them, as the sampler and the update have it."""
+    shape = {"d_model": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "d_ff": 32, "vocab_size": 16}
+    config = ModelConfig(**shape, extras=SomeExtras(logit_cap=0.5))
+    params = jax.tree.map(lambda leaf: 9 * leaf, init_params(jax.random.key(0), config))
+    rows = [SimpleNamespace(length=4, tokens=np.arange(i, i + 4, dtype=np.int32)) for i in range(2)]
+    learner = SimpleNamespace(full=lambda given: given, longest=4, model=config)
+    (seen,) = tw.log_vectors(rows, [1, 1], SimpleNamespace(trained=params, learner=learner))
+    places = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    tokens = np.stack([row.tokens for row in rows])
+    hidden = tw.hidden_states(config)(params, tokens, places, np.ones((2, 4), np.int32))
+    np.testing.assert_allclose(seen, jax.nn.log_softmax(unembed(params, hidden, config))[:, :-1], atol=1e-5)
 
 
 def test_positions_that_differ_by_rounding_weigh_the_same():
@@ -119,6 +137,9 @@ def test_group_rank():
     tied = (1 / 2 + (1 / np.log2(3)) / ideal + np.exp(-(p * np.log(3 * p)).sum())) / 3
     close(ranking_reward(np.ones(3), gold, 2), tied)  # the less relevant first: 0, then 1
     close(ranking_reward(np.zeros(2), np.zeros(2), 9), 1)
+    huge = np.array([2000.0, 0, 1000])
+    close(ranking_reward(huge, huge, 2), 1)
+    close(ranking_reward(np.array([0.0, 2, 1]), huge, 2), (1 / 2 + 0 + q[0]) / 3)
     problem = Problem("p", "?", "2,0,1", "t")
     pay = Ranking(top=2).function(RewardConfig())
     close(pay(problem, answering("2,0,1", "[2] > 0 > 1", "2,0", "none").trajectories), [1, 1, 0, 0])
@@ -198,6 +219,7 @@ def test_hill_rewards():
     assert hint_reward(1.0, 8, 0.0) == hint_reward(0.25, 8, 0.0, unhinted=0.25) == 0
     problem = Problem("p", "?", "12", "t")
     assert [gives_away(problem, text) for text in ("it is 12!", " ", "try 120", "3*4")] == [True, True, False, False]
+    assert [gives_away(replace(problem, answer=""), text) for text in ("walk east first.", "")] == [False, True]
 
 
 def test_hill():
@@ -219,6 +241,8 @@ def test_hill():
     results = [make_group([1, 0], uid="a", condition=[str(r.condition)] * 2, prompt=[5, 5]) for r in requests]
     groups = plan.second.merge(hinted, requests, results)
     assert next_wave(waved(groups, 3, plan), plan) == [] and hint_advantages(solved, np.zeros(2)) is None
+    lost, _ = plan.second.merge(hinted, requests[:1], results[:1])  # without the rollouts of the second hint
+    close(hint_advantages(lost, np.zeros(lost.size))[2:5], z_score(np.array([0.5, 0, -1])))
     # The pass under the plain prompt finds the first hint's success 0.3 nats a token less likely: 0.5 / e against 0.5
     # and -1.
     expected = [0, 0, *z_score(np.array([0.5 / np.e, 0.5, -1])), 0, 0, *z_score(np.array([1.0, 0]))]
@@ -310,7 +334,7 @@ def test_rgr_grpo():
     (merged,) = plan.second.merge([poor], [request], [better])
     assert merged.rewards.tolist() == [0.2, 0.5, 0.9]
     assert plan.second.merge([poor], [request], [make_group([0.5], uid="a")]) == [poor]
-    (plain,) = with_plain_prompts([merged], {"a": np.arange(4)})
+    (plain,) = with_plain_prompts([merged], lambda problem: np.arange(4))
     assert [t.prompt_length for t in plain.trajectories] == [2, 2, 4] and plan.second.trains_plain
     assert next_wave(waved([poor], 2, plan), plan) == []
 

@@ -1,15 +1,27 @@
 """Adapters that are sampled from at a time: each row is drawn, and found in the cache, with its own."""
 
+import queue
+import weakref
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.model.lora import LowRank
 from grpo_roc_jax.serving.sampling_loop import SampleJob, SamplingLoop, sampled
-from grpo_roc_jax.serving.tinker.snapshots import AdapterBank, EngineForm, Seat, SeatedEngine, Snapshot, bucket
+from grpo_roc_jax.serving.tinker.snapshots import (
+    AdapterBank,
+    EngineForm,
+    Seat,
+    SeatedEngine,
+    Snapshot,
+    Snapshots,
+    bucket,
+)
 from grpo_roc_jax.serving.tinker.trainer import Wanted
 from tests.helpers.tinker_server import MODEL, small_engine, small_trainer
 
@@ -125,6 +137,38 @@ def test_a_conversation_finds_its_earlier_turns_and_no_other_adapters():
     assert run.cached["stranger"] == 0
     run.check("second", snapshots[0])
     run.check("stranger", snapshots[1])
+
+
+def test_weights_replace_those_before_and_bad_ones_cost_their_job_alone():
+    """The weights before are gone when the next ones are made: two copies would take memory."""
+    made, held, events = [], [], queue.SimpleQueue()
+
+    def watched(form):
+        engine = small_engine(form).sibling()
+
+        def publish(params, version, plain=engine.publisher.publish):
+            held.append(any(weights() is not None for weights in made))
+            sampler = plain(params, version)
+            made.append(weakref.ref(sampler))
+            return sampler
+
+        engine.publisher = SimpleNamespace(publish=publish)
+        return engine
+
+    snapshots = Snapshots(watched, lambda work: work())
+    snapshots.start()
+    good = replace(adapter(4, 9), owner="x")
+    bad = replace(good, params=jax.tree.map(lambda leaf: leaf * np.nan, good.params))
+    outcomes = []
+    for snapshot in (good, bad, good, adapter(4, 9)):
+        snapshots.submit(replace(snapshot, owner="x"), SampleJob(PROMPT, 3, lambda *event: events.put(event)))
+        while (event := events.get(timeout=120))[0] not in ("ended", "failed"):
+            pass
+        outcomes.append(event[2])
+    snapshots.close()
+    assert isinstance(outcomes[1], NonFiniteWeightsError) and held == [False] * 4
+    for row in (outcomes[0], *outcomes[2:]):
+        np.testing.assert_array_equal(row.tokens, outcomes[0].tokens)
 
 
 def test_seats_go_to_the_adapter_that_waited_longest():

@@ -1,0 +1,1 @@
+"""What to write instead: names that other projects give a setting, and the nearest known name."""

@@ -1,0 +1,38 @@
+"""No command writes its results over a file that it reads."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_roc_jax.commands import difficulty, run_tools
+from grpo_roc_jax.data import gsm8k_traces
+from grpo_roc_jax.settings.files import output_file
+
+COMMANDS = {
+    "run-tools": (run_tools.main, ["in.jsonl"]),
+    "difficulty": (difficulty.main, ["policy", "--data", "world:gcd:1", "own=in.jsonl"]),
+    "gsm8k_traces": (gsm8k_traces.main, ["in.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("link", [None, os.symlink, os.link], ids=["the file", "a link to it", "its other name"])
+def test_a_file_that_is_read_is_not_written(command, link, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"question": "1+1?", "answer": "#### 2", "code": "1"}\n')
+    before = (tmp_path / "in.jsonl").read_bytes()
+    if link:
+        link("in.jsonl", "out.jsonl")
+    out = "out.jsonl" if link else "./in.jsonl"
+    main, words = COMMANDS[command]
+    assert main([*words, "--out", out]) == 2
+    assert f"--out {Path(out)} would overwrite in.jsonl, which is read" in capsys.readouterr().err
+    assert (tmp_path / "in.jsonl").read_bytes() == before
+
+
+def test_other_files_are_written(tmp_path):
+    (tmp_path / "in.jsonl").touch()
+    out = output_file("--out", tmp_path / "new" / "out.jsonl", [tmp_path / "in.jsonl", "world:gcd:1", tmp_path, "-"])
+    assert out == tmp_path / "new" / "out.jsonl" and not out.exists()
+    assert output_file("--out", os.devnull, [os.devnull]), "no regular file"
