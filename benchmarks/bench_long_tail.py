@@ -21,7 +21,7 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.edit import take_trajectories
 from grpo_roc_jax.method.roc import Selector, select_group
-from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
+from grpo_roc_jax.record.trace import groups_of, read_trace, recorded_steps
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import Group
 
@@ -37,13 +37,8 @@ ORDERS = {
 """Rows that begin together and wait for nothing end by length; the clock has tools, queues and refilled slots in it."""
 
 
-def training_steps(run: Path) -> list[int]:
-    """Those with trajectories on disk; an evaluation has the number of the step that it follows."""
-    return [step for _, kind, step in trace_files(run) if kind == "step"]
-
-
 def steps_of(run: Path) -> Iterator[list[Group]]:
-    for step in training_steps(run):
+    for step in recorded_steps(run):
         yield groups_of(read_trace(run, step))
 
 
@@ -108,7 +103,7 @@ def early_exit(groups: Sequence[Group], order: str, keep: int, selector: Selecto
 def partial_rows(run: Path) -> dict:
     """How much of what a run with partial rows trained on is older than its step, and how long it is."""
     fresh, old, tokens, older = [], [], 0, 0
-    for step in training_steps(run):
+    for step in recorded_steps(run):
         for record in read_trace(run, step):
             if record.advantages is None:
                 continue

@@ -9,7 +9,6 @@ it.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpo_roc_jax.config  # noqa: F401 (generated sources, and the kinds of all methods)
 from grpo_roc_jax.data.config import DataConfig
@@ -17,7 +16,7 @@ from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import first_problems
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.process.progress import show_log
-from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
+from grpo_roc_jax.record.trace import groups_of, read_trace, recorded_steps
 from grpo_roc_jax.reward.config import FunctionReward, Reward
 from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.reward.trial import check_reward, score_again
@@ -91,11 +90,5 @@ def recorded_groups(run: str, step: int | None) -> list:
     Raises:
         ValueError: There is no such run, or it has no trajectories, or none of this step.
     """
-    if not Path(run).is_dir():
-        raise ValueError(f"--trajectories {run}: no such directory; name that of a run")
-    steps = sorted({number for _, kind, number in trace_files(run) if kind == "step"})
-    if not steps:
-        raise ValueError(f"{run} has no trajectories of steps; name the directory of a run with log.traces above 0")
-    if step is not None and step not in steps:
-        raise ValueError(f"{run} has no trajectories of step {step}; it has steps {steps[0]} to {steps[-1]}")
+    steps = recorded_steps(run, step)
     return groups_of(read_trace(run, steps[-1] if step is None else step))

@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 
 from grpo_roc_jax.data.problems import problem_row
-from grpo_roc_jax.record.trace import TraceRecord, read_trace, trace_files
+from grpo_roc_jax.record.trace import TraceRecord, read_trace, recorded_steps
 from grpo_roc_jax.settings.files import output_file
 
 
@@ -50,26 +50,11 @@ def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
     return list(rows.values())
 
 
-def check_recorded(run: Path, step: int | None) -> None:
-    """Refuses a run without trajectories of steps, or without those of `step`.
-
-    Raises:
-        ValueError: The message says which steps there are.
-    """
-    if not run.is_dir():
-        raise ValueError(f"{run}: no such directory; name that of a run")
-    steps = sorted({number for _, kind, number in trace_files(run) if kind == "step"})
-    if not steps:
-        raise ValueError(f"{run} has no trajectories of steps; name the directory of a run with log.traces above 0")
-    if step is not None and step not in steps:
-        raise ValueError(f"{run} has no trajectories of step {step}; it has steps {steps[0]} to {steps[-1]}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     options = tyro.cli(CutTraces, args=argv, prog="grpo-roc cut-traces")
     try:
-        check_recorded(options.run, options.step)
+        recorded_steps(options.run, options.step)
         out = output_file("--out", options.out)
         rows = states(read_trace(options.run, options.step), options.intro)
     except (OSError, ValueError) as error:

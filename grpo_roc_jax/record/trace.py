@@ -341,6 +341,22 @@ def trace_files(folder: str | Path) -> list[tuple[Path, Kind, int]]:
     return sorted(files, key=lambda entry: (entry[2], entry[1]))
 
 
+def recorded_steps(run_dir: str | Path, step: int | None = None) -> list[int]:
+    """The training steps of a run that have trajectories, in order; at least one, and `step` among them if it is given.
+
+    Raises:
+        ValueError: There is no such directory, or it has no trajectories of steps, or none of `step`.
+    """
+    if not Path(run_dir).is_dir():
+        raise ValueError(f"{run_dir}: no such directory; name that of a run")
+    steps = sorted({number for _, kind, number in trace_files(run_dir) if kind == "step"})
+    if not steps:
+        raise ValueError(f"{run_dir} has no trajectories of steps; name the directory of a run with log.traces above 0")
+    if step is not None and step not in steps:
+        raise ValueError(f"{run_dir} has no trajectories of step {step}; it has steps {steps[0]} to {steps[-1]}")
+    return steps
+
+
 def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
     """Records of a run or of one of its steps, in the order they were written.
 

@@ -124,7 +124,7 @@ REFUSED = [
     ("answer world:gdc:1", "did you mean 'gcd'?"),
     ("answer {}/absent.jsonl", "absent.jsonl"),
     ("answer --step 3", "name the run with --trajectories RUN"),
-    ("answer --trajectories runs/nope", "--trajectories runs/nope: no such directory; name that of a run"),
+    ("answer --trajectories runs/nope", "runs/nope: no such directory; name that of a run"),
     ("answer --trajectories {}", "name the directory of a run with log.traces above 0"),
 ]
 """Words of the command, and what it says of them."""
