@@ -149,8 +149,8 @@ answer as text, or None.
 import numpy as np
 import grpo_roc_jax as g
 
-text, ones = "</reason><answer>\\boxed{144}</answer>", np.ones(4, np.int32)
-row = g.Trajectory(ones, ones > 0, 0.0 * ones, ones, 0, (g.Turn(0, 4, text),), "answer", sample=0)
+text, ids = "</reason><answer>\\boxed{144}</answer>", np.arange(4)
+row = g.Trajectory(ids, ids > 0, 0.0 * ids, ids, 1, (g.Turn(1, 4, text),), "answer", sample=0)
 problem = g.Problem("p", "gcd(720,432)=?", "144", "example")
 scorer = g.make_scorer(g.RewardConfig())
 (group,) = scorer.score_all([problem], [[row]]).groups
@@ -162,7 +162,9 @@ scorer.close()
 
 `train_rows` takes a list of `Group`s, the sections of a configuration that make up a method, and the method's state.
 It returns a `TrainRow` for every trajectory: float32 arrays of its length with the advantage and the weight of each
-token. Here the rewards 1 and 0 are divided by their standard deviation after their mean is subtracted.
+token. Here the rewards 1 and 0 are divided by their standard deviation after their mean is subtracted. A method that
+reads log-probabilities of the policy about to be updated gets them as
+`scores=g.Scores(*learner.score(g.scoring_rows(groups)))`.
 
 ```python run
 import numpy as np
@@ -204,7 +206,8 @@ assert len(rows) == 4 and stats.sampled_tokens > 0
 AdamW (`OptimConfig`), a mesh of devices (None for the first one), and the parameters to begin with. `update` takes
 `TrainRow`s, takes one optimizer step, and returns its metrics as a mapping of names to floats. `score` returns a list
 of log-probabilities and one of entropies, each a float32 array for every row. `params` are the parameters for the
-sampler.
+sampler. The next `update` deletes their arrays; what shall stay is copied before:
+`jax.tree.map(jnp.copy, learner.params)`.
 
 ```python run
 import jax
@@ -257,7 +260,7 @@ def entry(thing: Any, name: str) -> Iterator[str]:
     if made:  # a class whose arguments its `__init__` describes
         parsed = docstring_parser.parse(made)
     if not is_class or made:
-        parameters = [as_written(one) for one in inspect.signature(thing).parameters.values()]
+        parameters = parameters_of(thing)
         line = f"{name}({', '.join(parameters)})"
         several = [f"{name}(", *(f"    {one}," for one in parameters), ")"]
         yield from ("```python", *([line] if len(line) <= 120 else several), "```", "")
@@ -276,6 +279,15 @@ def entry(thing: Any, name: str) -> Iterator[str]:
         yield from (f"Returns {cell(parsed.returns.description)}", "")
     for one in parsed.raises:
         yield from (f"Raises `{one.type_name}`: {cell(one.description or '')}", "")
+
+
+def parameters_of(thing: Any) -> list[str]:
+    """The parameters of a call as they are written, with a `*` before those that are passed by name."""
+    given = list(inspect.signature(thing).parameters.values())
+    written, kinds = [as_written(one) for one in given], [one.kind for one in given]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        written.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    return written
 
 
 def as_written(parameter: inspect.Parameter) -> str:

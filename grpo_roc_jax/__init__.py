@@ -40,6 +40,8 @@ _HOMES = {
     "RunOptions": "engine.protocol",
     "resample": "method.compose:resample_group",
     "subset": "method.compose",
+    "scoring_rows": "method.compose",
+    "Scores": "method.compose",
     "train_rows": "method.compose",
     "initial_state": "method.compose",
     "next_state": "method.compose",

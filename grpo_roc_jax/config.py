@@ -3,9 +3,12 @@
 import importlib
 import os
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import field, replace
 from numbers import Real
 from typing import Any, ClassVar, Literal
+
+from pydantic import ValidationError
 
 import grpo_roc_jax.method.distillation
 import grpo_roc_jax.reward.graded
@@ -44,6 +47,7 @@ from grpo_roc_jax.settings.options import (
     PositiveShare,
     Seed,
     Share,
+    adapter,
     as_mapping,
     settings,
 )
@@ -56,17 +60,9 @@ if CONTRIB_METHODS.is_dir():  # imports the methods that the core does not name;
 DEFAULT_CONFIG = "toy.yaml"
 
 EventName = Literal[
-    "reward_spread",
-    "tool_calls",
-    "entropy_low",
-    "entropy_high",
-    "truncated",
-    "grad_norm",
-    "logprob_gap",
-    "sample_size",
-    "answers",
-    "stalled",
-]
+    "reward_spread", "tool_calls", "entropy_low", "entropy_high", "truncated", "grad_norm", "logprob_gap",
+    "sample_size", "answers", "stalled",
+]  # fmt: skip
 
 
 @settings
@@ -197,16 +193,16 @@ class Config:
             values: All settings, by section.
             written: Key paths of the settings that a file or the command line gives.
         """
-        stages = values.get("stages") or ()
-        steps = [stage.get("steps") for stage in stages if isinstance(stage, dict)]
-        if steps and ("steps",) not in written and all(isinstance(stage, int) for stage in steps):
-            values["steps"] = sum(steps)
+        steps = [stage.get("steps") for stage in values.get("stages") or () if isinstance(stage, dict)]
+        if steps and ("steps",) not in written:
+            with suppress(ValidationError):  # reported where the stages are read
+                values["steps"] = sum(adapter(tuple[int, ...]).validate_python(steps))
         rollout, surrogate = values["rollout"], values["surrogate"]
         limit, at = rollout["step_limit"], ("rollout", "step_limit")
         if isinstance(rollout.get("samplers"), dict) and at not in written and (*at, "kind") not in written:
             given = limit if isinstance(limit, dict) else {}
             limit = rollout["step_limit"] = as_mapping(StreamedRows()) | {k: v for k, v in given.items() if k != "kind"}
-        streams = isinstance(limit, dict) and limit["kind"] == "stream" and str(limit["lag"]) != "0"
+        streams = isinstance(limit, dict) and limit["kind"] == "stream" and limit["lag"] not in (0, "0")
         if not streams and values["rollout"].get("low_precision") is None:
             return values
         if ("weights", "factors") not in written:

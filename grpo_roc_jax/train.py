@@ -34,7 +34,7 @@ from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.process.leaving import end_with
 from grpo_roc_jax.process.points import injected, reach, spoiled
 from grpo_roc_jax.process.progress import Phase, narrated, phase, show_log, to_stderr
-from grpo_roc_jax.record.accuracy import ALL
+from grpo_roc_jax.record.accuracy import ALL, SETUP, setup_number
 from grpo_roc_jax.record.batches import keep_batch
 from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
@@ -420,19 +420,21 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
     """Runs the last evaluation, writes `summary.json` and shows the closing lines."""
     accuracy = evaluate_once(session, run)
     processes = session.sampling.processes
+    same = run.setup_before in (None, evaluation_setup(session))
     measured = {
         "step": run.step,
         "device": describe_device(),
         "processes": processes.count,
         "isolation": session.sampling.sampler.executor.capabilities.level,
-        "accuracy_before": run.accuracy_before,
+        "accuracy_before": run.accuracy_before if same else None,
         "accuracy_after": accuracy,
         "compilations_after_first_step": compiled_after_first,
         "seconds": time.perf_counter() - started,
         "left_out": {"problems": run.stream.left_out, "held_out": session.held_out_left_out},
     }
     summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
-    for line in [*summary_lines(session.run_dir, summary), *measured_lines(recorded(session.run_dir))]:
+    lines = summary_lines(session.run_dir, summary, session.config.run_dir)
+    for line in [*lines, *measured_lines(recorded(session.run_dir))]:
         session.writer.say(line)
     return summary
 
@@ -442,7 +444,8 @@ def show_finished(claim: Claim) -> dict[str, Any]:
     summary = claim.processes.once(lambda: read_summary(claim.run_dir))
     if claim.processes.first and claim.config.log.console != "off":
         console = ConsoleWriter(claim.config.steps, "plain")
-        for line in (f"the run has ended after step {claim.start.step}", *summary_lines(claim.run_dir, summary)):
+        lines = summary_lines(claim.run_dir, summary, claim.config.run_dir)
+        for line in (f"the run has ended after step {claim.start.step}", *lines):
             console.say(line)
     return summary
 
@@ -530,6 +533,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
 def evaluate_first(session: TrainingSession, run: RunState) -> None:
     """Evaluates before the first step, and saves the state with the result."""
     run.accuracy_before, metrics = evaluate(session, run)
+    run.setup_before = metrics.get(SETUP)
     session.writer.write(0, metrics)
     session.checkpointer.latest = run.bundle()
     session.checkpointer.save(0, session.checkpointer.latest)
@@ -543,19 +547,10 @@ def record(
     shows = every > 0 and run.step % every == 0
     records = []
     if traces.due(run.step) or shows:
-        rows = [row for batch in batches for row in batch.rows][
-            : sum(group.size for group in groups)
-        ]  # of the first epoch
-        removed = [pair for wave in samples.waves for pair in wave.removed]
-        records = step_records(
-            run.step,
-            samples.groups,
-            samples.selections,
-            removed=removed,
-            trained=groups,
-            rows=rows,
-            outside=samples.outside,
-        )
+        of_first_epoch = sum(group.size for group in groups)
+        trained = {"trained": groups, "rows": [row for batch in batches for row in batch.rows][:of_first_epoch]}
+        left = {"removed": [pair for wave in samples.waves for pair in wave.removed], "outside": samples.outside}
+        records = step_records(run.step, samples.groups, samples.selections, **trained, **left)
     if why := why_nothing_kept(metrics):
         writer.say(f"step {run.step} {why}")
     traces.write(run.step, records)
@@ -577,7 +572,12 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
         result = evaluate_policy(config, sampling, session.held_out, config.eval.samples, **extras)
     accuracy, metrics, sampled = result
     session.traces.write(run.step, eval_records(run.step, sampled.groups, sampled.removed), kind="eval")
-    return accuracy, metrics
+    return accuracy, metrics | {SETUP: evaluation_setup(session)}
+
+
+def evaluation_setup(session: TrainingSession) -> float:
+    """What the evaluations of a session measure besides the policy, as a number."""
+    return setup_number(session.held_out, session.config.eval.samples, session.config.eval.temperature)
 
 
 def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
@@ -587,12 +587,12 @@ def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
 
 def evaluation_metrics(session: TrainingSession, run: RunState) -> Metrics:
     """Metrics of the evaluation at a step; empty without held-out problems. They are computed and written unless the
-    record of the run has them already, as for a run that has just ended."""
-    name = f"eval/{ALL}/avg@{session.config.eval.samples}"
+    record of the run has them already, of the same problems and settings, as for a run that has just ended."""
+    name, setup = f"eval/{ALL}/avg@{session.config.eval.samples}", evaluation_setup(session)
 
     def find() -> Metrics:
-        row = next((row for row in recorded(session.run_dir) if row["step"] == run.step and name in row), {})
-        return {key: value for key, value in row.items() if key.startswith("eval/")}
+        rows = [row for row in recorded(session.run_dir) if row["step"] == run.step and row.get(SETUP, setup) == setup]
+        return {key: value for row in rows if name in row for key, value in row.items() if key.startswith("eval/")}
 
     known = session.sampling.processes.once(find)
     if known or not session.held_out:
@@ -616,13 +616,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with narrated(to_stderr), phase("train", routine=True):  # `python -m grpo_roc_jax.train` has no other narrator
             config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
+            profile = Profile.parse(traced) if traced is not None else Profile()
             if dry_run:
                 dry(config, full)
             elif ahead:
                 for stage in config.staged():
                     print("\n".join([*preflight_lines(preflight(stage)), *host_lines(stage)]))
             else:
-                with profiled(Profile.parse(traced) if traced is not None else Profile()):
+                with profiled(profile):
                     train(config, force=force)
     except ConfigError as error:
         return ended(CONFIG_STATUS, f"configuration: {error}")
@@ -633,11 +634,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointFailed, StorageFailed, SamplerFailed, ProcessFailed) as error:
         return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
-        print(
-            f"stopped: {error}; run the same command on all hosts with --resume auto to continue",
-            file=sys.stderr,
-            flush=True,
-        )
+        advice = "run the same command on all hosts with --resume auto to continue"
+        ended(INFRASTRUCTURE_STATUS, f"stopped: {error}; {advice}")
         os._exit(INFRASTRUCTURE_STATUS)  # an orderly end would wait for the process that is gone
     except Preempted as error:
         return ended(PREEMPTED_STATUS, "interrupted", error)

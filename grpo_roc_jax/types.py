@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.checks import as_array, check_choice, read_only
+from grpo_roc_jax import checks
 from grpo_roc_jax.sandbox.result import ToolResult
 
 StopReason = Literal["answer", "eos", "length", "turns", "deadline", "failed", "infrastructure", "cancelled"]
@@ -46,11 +46,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("uid", "prompt", "answer", "source"):
-            if not isinstance(value := getattr(self, name), str):
-                raise TypeError(f"Problem.{name} is {value!r:.80} ({type(value).__name__}); must be text, such as '12'")
-        if not isinstance(self.extra, Mapping):
-            got = f"{self.extra!r:.80} ({type(self.extra).__name__})"
-            raise TypeError(f"Problem.extra is {got}; must be a mapping, such as {{'level': 3}}, or left out")
+            checks.expect(getattr(self, name), str, f"Problem.{name}", "text, such as '12'")
+        checks.expect(self.extra, Mapping, "Problem.extra", "a mapping, such as {'level': 3}, or left out")
 
     def column(self, name: str, default: Any = None) -> Any:
         """The value of a further column; the default if the row has none."""
@@ -222,10 +219,12 @@ class Trajectory:
     """What an environment appended to the problem's text in the prompt."""
 
     def __post_init__(self) -> None:
-        check_choice("Trajectory.stop", self.stop, StopReason)
-        for name, dtype in ARRAYS.items():
-            if (values := getattr(self, name)) is not None or name != "routes":
-                object.__setattr__(self, name, read_only(as_array(f"Trajectory.{name}", values, dtype)))
+        checks.check_choice("Trajectory.stop", self.stop, StopReason)
+        checks.expect(self.condition, Condition, "Trajectory.condition", "a Condition, such as Condition('hint', 2)")
+        checks.set_arrays(self, ARRAYS, ("routes",), frozen=True)
+        checks.check_count("Trajectory.prompt_length", self.prompt_length, 0, self.length)
+        checks.check_parts("Trajectory.parts", self.parts, self.length)
+        checks.check_masked("Trajectory.logprobs", self.logprobs, self.policy_mask, np.isnan, "a number")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrays that come from another process are writable until they are restored here."""
@@ -309,7 +308,9 @@ class Verdict:
     such a function."""
 
     def __post_init__(self) -> None:
-        check_choice("Verdict.status", self.status, VerdictStatus)
+        checks.check_choice("Verdict.status", self.status, VerdictStatus)
+        checks.check_number("Verdict.reward", self.reward)
+        object.__setattr__(self, "turn_rewards", tuple(self.turn_rewards))
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,11 +322,7 @@ class Group:
     verdicts: tuple[Verdict, ...]
 
     def __post_init__(self) -> None:
-        if len(self.trajectories) != len(self.verdicts):
-            raise ValueError(
-                f"group {self.problem.uid!r}: {len(self.trajectories)} trajectories but {len(self.verdicts)} verdicts; "
-                "score every trajectory before building the group"
-            )
+        checks.check_group(self)
 
     @property
     def size(self) -> int:
@@ -381,20 +378,17 @@ class TrainRow:
     log; None without a scoring pass."""
 
     def __post_init__(self) -> None:
-        for name, dtype in TRAIN_ROW_FIELDS.items():
-            object.__setattr__(self, name, as_array(f"TrainRow.{name}", getattr(self, name), dtype))
-        lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}
-        lengths |= {} if self.routes is None else {"routes": len(self.routes)}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"a training row got lengths {lengths}; must be arrays of one length")
-        if not lengths["tokens"]:
+        checks.set_arrays(self, TRAIN_ROW_FIELDS | {"marked": np.bool_, "routes": np.int16}, ("marked", "routes"))
+        if not self.length:
             raise ValueError("a training row has no tokens; leave empty trajectories out of the group")
-        if self.ratio_segments.min() < 0 or self.ratio_segments.max() >= self.length:
-            raise ValueError(
-                f"ratio_segments of a row of {self.length} tokens span {self.ratio_segments.min()}.."
-                f"{self.ratio_segments.max()}; must be in 0..{self.length - 1}, so that packing keeps "
-                "trajectories apart"
-            )
+        checks.check_parts("TrainRow.parts", self.parts, self.length)
+        checks.check_range("TrainRow.ratio_segments", self.ratio_segments, 0, self.length - 1)
+        for name in ("logprobs_old", "advantages", "weights", "logprobs_ref"):
+            checks.check_masked(f"TrainRow.{name}", getattr(self, name), self.policy_mask)
+        checks.check_masked("TrainRow.weights", self.weights, self.policy_mask, checks.negative, "at least 0")
+        begins = np.cumsum((0, *self.parts[:-1]))
+        if (self.policy_mask[begins] & (self.weights[begins] != 0)).any():
+            raise ValueError("TrainRow.policy_mask holds a first token, which has no log-probability; mask the prompt")
 
     @property
     def length(self) -> int:

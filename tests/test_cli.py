@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from annotated_types import Le
 
-from grpo_roc_jax.config import Config, read_config
+from grpo_roc_jax.config import Config, WatchConfig, read_config
 from grpo_roc_jax.method.advantage import PassAtK, Scale
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
 from grpo_roc_jax.method.shaping import Overlong, ToolErrors
@@ -185,6 +185,33 @@ def test_values_that_look_like_something_else():
     assert load("--loss.ddof", "0").loss.ddof == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("text: 2024-05-01", Section(text="2024-05-01")),
+        ("text: 2024-99-99 1:00:00", Section(text="2024-99-99 1:00:00")),
+        ("names: [2024-05-01, =, 1:30]", Section(names=("2024-05-01", "=", "1:30"))),
+        ("ddof: '0'", Section(ddof=0)),
+    ],
+)
+def test_values_of_a_file_that_look_like_something_else(tmp_path, text, expected):
+    assert load(write(tmp_path, it=f"loss: {{{text}}}\n")).loss == expected
+    assert load(f"--loss={{{text}}}").loss == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--watch.steps=4", "--watch=null"], None),
+        (["--watch=null", "--watch.steps=4"], WatchConfig(steps=4)),
+        (["--watch.steps=4", "--watch=null", "--watch.history=9"], WatchConfig(history=9)),
+        (["--watch.steps=4", "--watch={history: 9}"], WatchConfig(steps=4, history=9)),
+    ],
+)
+def test_of_a_section_and_its_settings_the_later_counts(words, expected):
+    assert run(*words).watch == expected
+
+
 def test_another_kind_starts_from_its_own_defaults(tmp_path):
     file = write(tmp_path, one="resample: {kind: roc, drop: none, oversample: 3}\nsurrogate: {clip_low: 0.1}\n")
     over = write(tmp_path, two="base: one.yaml\nsurrogate: {kind: capped_clip, dual: 3}\n")
@@ -232,6 +259,9 @@ def test_a_mapping_is_a_list_of_one(tmp_path):
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
+A_SECTION = "(command line): is a section; set one of its fields, such as loss.clip_high"
+LIKE_A_SETTING = "or --loss.names=VALUE where it begins like a setting, as name=a.jsonl does"
+
 
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -253,11 +283,16 @@ def test_a_mapping_is_a_list_of_one(tmp_path):
         ("--loss.count 11", "loss.count = 11 is above 10 * loss.rate = 10.0; lower it (command line)"),
         ("--seed", "--seed has no value; write --seed VALUE"),
         ("--loss.rate --seed 3", "--loss.rate has no value; write --loss.rate VALUE"),
+        ("--loss.names", f"--loss.names has no value; write --loss.names VALUE, {LIKE_A_SETTING}"),
+        ("--loss.names seed=x", f"--loss.names has no value; write --loss.names VALUE, {LIKE_A_SETTING}"),
         (
             "--loss.text two words",
             "loss.text = two words (command line): must be one value, got 2; put quotes around a text with spaces",
         ),
-        ("--loss 3", "loss = 3 (command line): is a section; set one of its fields, such as loss.clip_high"),
+        ("--loss 3", f"loss = 3 {A_SECTION}"),
+        ("--loss 3 --loss.count 2", f"loss = 3 {A_SECTION}"),
+        ("--loss.count 2 --loss 3", f"loss = 3 {A_SECTION}"),
+        ("--loss.names a=b loss=x", f"loss = x {A_SECTION}"),
         ("--los.select sort", "unknown key 'los.select' (command line); did you mean 'loss.select'?"),
         ("--clip_high 0.2", "unknown key 'clip_high' (command line); did you mean 'loss.clip_high'?"),
         ("--zzz 0.2", "unknown key 'zzz' (command line); --help lists the sections"),
@@ -292,6 +327,9 @@ def test_a_value_without_a_name():
         ("--shaping.overlong.limit 9", "shaping.overlong (command line): shaping holds nothing; list it first, "),
         ("--shaping kl --shaping.kll.coef 9", "shaping.kll (command line): unknown kind 'kll'; must be one"),
         ("--shaping [overlong", "cannot be read as YAML"),
+        ("--shaping", "--shaping has no value; write --shaping VALUE"),
+        ("--method.files", "--method.files has no value; write --method.files VALUE"),
+        ("--stages", "--stages has no value; write --stages VALUE"),
         ("--shaping {limit: 3}", "must be one of"),
         ("--loss.clip_high 0.3", "unknown key 'loss.clip_high' (command line); did you mean 'surrogate.clip_high'?"),
         ("--shaping overlong --shaping.overlong.limit 64", "shaping overlong: buffer = 4096 is longer than limit = 64"),
@@ -338,6 +376,9 @@ def test_mistakes_in_a_file_name_file_and_line(text, message, tmp_path):
         ("shaping:\n- kind: overlong\n  buffer: true\n", "shaping.0.buffer = true (it.yaml, line 3): must be a value"),
         ("advantage:\n  adjust:\n  - {exponent: 3}\n", "advantage.adjust.0 = {exponent: 3} (it.yaml, line 3): must be"),
         ("surrogate: null\n", "surrogate = null (it.yaml, line 1): must be one of"),
+        ("shaping: {overlong: {limit: 3}}\n", "list it with its settings: shaping: [{kind: overlong, ...}]"),
+        ("shaping: true\n", "shaping = true (it.yaml, line 1): must be a value other than true and false"),
+        ("data: {weights: true}\n", "data.weights = true (it.yaml, line 1): must be a value other than true and"),
         ("optim.lr: 1\n", "unknown key 'optim.lr' (it.yaml, line 1); write it as optim: {lr: ...}"),
         ("steps: 1:30\n", "steps = 1:30 (it.yaml, line 1): must be a whole number"),
         ("data: {sources: {a: 1}}\n", "data.sources.a (it.yaml, line 1): data.sources is a list, which is given as a"),

@@ -112,6 +112,11 @@ def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(full_run
         assert summary["accuracy_after"] == expected["accuracy_after"]
     (timings,) = map(read_json_object, tmp_path.rglob("timings/*.json"))
     assert timings and "training" not in timings  # what such a start takes is not the time of a step
+    (copy / "summary.json").unlink()
+    assert again(copy, "--eval.temperature=0") == 0, "which may change, but is no evaluation of the same kind"
+    summary = read_json_object(copy / "summary.json")
+    assert summary["accuracy_before"] is None and summary["accuracy_after"] is not None
+    assert len((copy / "metrics.jsonl").read_bytes().splitlines()) == len(lines) + 1
 
 
 def test_the_same_command_after_the_end_changes_no_file(copy, capsys):
@@ -238,6 +243,14 @@ def word(value):
     return str(value) if isinstance(value, str) else json.dumps(value)
 
 
+def test_numbers_that_were_written_as_texts_are_no_change(tmp_path):
+    config = read_config("toy.yaml", "--seed=3", "--optim.lr=1e-5")
+    text = dump_yaml(config).replace("\nseed: 3\n", "\nseed: '3'\n").replace("lr: 1.0e-05", "lr: 1e-5")
+    before = dict(flatten(yaml.safe_load(text)))
+    assert before["seed"] == "3" and before["optim.lr"] == "1e-5" and changed_settings(before, config) == {}
+    assert changed_settings(before | {"seed": "4", "steps": "many"}, config).keys() == {"seed", "steps"}
+
+
 def test_a_run_without_readable_settings_is_refused(copy, capsys):
     (copy / "config.yaml").write_text("steps: [")
     before = state(copy)
@@ -273,7 +286,7 @@ def session():
     """A session of which only the checkpointer is asked."""
     checkpointer = SimpleNamespace(latest=object(), save_latest=lambda: (False, "the state after step 3 is not saved"))
     sampling, watchdog = SimpleNamespace(processes=Processes()), Watchdog(Path("runs/a"), WatchConfig())
-    fields = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a")}
+    fields = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a"), "config": Config()}
     return SimpleNamespace(checkpointer=checkpointer, sampling=sampling, watchdog=watchdog, **fields)
 
 

@@ -3,15 +3,33 @@
 import dataclasses
 import pickle
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.protocol import RunOptions
-from grpo_roc_jax.types import ARRAYS, TRAIN_ROW_FIELDS, Problem, ToolResult, TrainRow, Trajectory, Verdict
+from grpo_roc_jax.types import ARRAYS, TRAIN_ROW_FIELDS, Group, Problem, ToolResult, TrainRow, Trajectory, Turn, Verdict
 
 TRAJECTORY = Trajectory([7, 8, 9], [False, True, True], [0, -0.5, -1], [-1, 3, 3], 1, (), "answer", 0)
 ROW = TrainRow([7, 8, 9], [0, 1, 1], [0, -0.5, -1], [0, 1, 1], [0, 0.5, 0.5], [0, 0, 0], [0.0] * 3)
 VERDICT = Verdict(1.0, "correct", "1", 1, 0, 1, True, 1)
+ON_THE_MASK = {
+    "logprobs_old": (np.nan, np.inf, -np.inf),
+    "advantages": (np.nan, np.inf, -np.inf),
+    "weights": (np.nan, np.inf, -0.5),
+    "logprobs_ref": (np.nan, np.inf),
+}
+"""Values of a training row that no loss can be computed of."""
+
+
+def changed(value, **fields):
+    return dataclasses.replace(value, **fields)
+
+
+def paid(turn_rewards, turns=2):
+    """A group of a trajectory of so many turns, with rewards by turn."""
+    row = changed(TRAJECTORY, turns=(Turn(1, 3, "said"),) * turns)
+    return Group(Problem("p", "?", "1", "mine"), (row,), (changed(VERDICT, turn_rewards=turn_rewards),))
 
 
 def test_lists_and_arrays_of_other_types_become_arrays_of_the_declared_types():
@@ -20,24 +38,74 @@ def test_lists_and_arrays_of_other_types_become_arrays_of_the_declared_types():
         arrays = {name: array for name in dtypes if (array := getattr(value, name)) is not None}
         assert {name: array.dtype for name, array in arrays.items()} == {name: dtypes[name] for name in arrays}
         assert value.policy_mask.tolist() == [False, True, True] and value.length == 3
-    assert dataclasses.replace(TRAJECTORY, tokens=TRAJECTORY.tokens.astype(np.int64)).tokens.dtype == np.int32
-    routed = dataclasses.replace(TRAJECTORY, routes=np.zeros((3, 1, 2), int))
+    assert changed(TRAJECTORY, tokens=TRAJECTORY.tokens.astype(np.int64)).tokens.dtype == np.int32
+    routed = changed(TRAJECTORY, routes=np.zeros((3, 1, 2), int))
     assert TRAJECTORY.routes is None and routed.routes.dtype == np.int16 and not routed.routes.flags.writeable
     tokens = np.arange(3, dtype=np.int32)
-    assert dataclasses.replace(ROW, tokens=tokens).tokens is tokens, "what is right already is not copied"
+    assert changed(ROW, tokens=tokens).tokens is tokens, "what is right already is not copied"
+    narrow = np.array([0, -0.5, -1], ml_dtypes.bfloat16)
+    assert changed(TRAJECTORY, logprobs=narrow).logprobs.tolist() == [0, -0.5, -1]
+    assert changed(ROW, tokens=np.array([7, 8, 9], ml_dtypes.bfloat16)).tokens.tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("reward", [1, True, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.5)])
+def test_every_finite_number_is_a_reward(reward):
+    assert changed(VERDICT, reward=reward).reward == reward
+
+
+def test_off_the_mask_nothing_is_read():
+    for name, wrong in ON_THE_MASK.items():
+        for value in wrong:
+            assert len(getattr(changed(ROW, **{name: [value, 1, 1]}), name)) == 3
+    assert np.isnan(changed(TRAJECTORY, logprobs=[np.nan, -1, -1]).logprobs[0])
+    scoring = changed(ROW, policy_mask=[True] * 3, weights=[0] * 3)
+    assert scoring.policy_mask.all(), "a row that is only scored trains no first token"
+
+
+@pytest.mark.parametrize("turn_rewards", [(), [0.5, 0.5], np.array([0.5, 0.5])])
+def test_rewards_by_turn_are_one_for_each_turn(turn_rewards):
+    assert paid(turn_rewards).verdicts[0].turn_rewards == tuple(turn_rewards)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: dataclasses.replace(TRAJECTORY, tokens=[7, 8, 0.5]), r"Trajectory.tokens has 0.5; .* of int32"),
-        (lambda: dataclasses.replace(TRAJECTORY, policy_mask=[0, 1, 2]), r"Trajectory.policy_mask has 2; .* of bool"),
-        (lambda: dataclasses.replace(ROW, ratio_segments=[0, 0, 0.5]), r"TrainRow.ratio_segments has 0.5"),
-        (lambda: dataclasses.replace(TRAJECTORY, stop="banana"), "Trajectory.stop = 'banana'; must be one of answer"),
-        (lambda: dataclasses.replace(VERDICT, status="right"), "Verdict.status = 'right'; must be one of correct"),
+        (lambda: changed(TRAJECTORY, tokens=[7, 8, 0.5]), r"Trajectory.tokens has 0.5; .* of int32"),
+        (lambda: changed(TRAJECTORY, policy_mask=[0, 1, 2]), r"Trajectory.policy_mask has 2; .* of bool"),
+        (lambda: changed(ROW, ratio_segments=[0, 0, 0.5]), r"TrainRow.ratio_segments has 0.5"),
+        (lambda: changed(TRAJECTORY, stop="banana"), "Trajectory.stop = 'banana'; must be one of answer"),
+        (lambda: changed(VERDICT, status="right"), "Verdict.status = 'right'; must be one of correct"),
         (lambda: ToolResult("error"), "ToolResult.kind = 'error'; must be one of ok, exception"),
         (lambda: RunOptions(0, "eval"), "RunOptions.purpose = 'eval'; must be one of train, evaluate, chat"),
         (lambda: Problem("p", "?", "1", "mine", None), "Problem.extra is None .* must be a mapping, such as"),
+        (
+            lambda: changed(TRAJECTORY, logprobs=np.zeros(3, "V4")),
+            "(?s)logprobs is array.*; must be .* of float32",
+        ),
+        (lambda: changed(TRAJECTORY, tokens=[[7, 8, 9]]), r"Trajectory.tokens is of shape \(1, 3\); must be an array"),
+        (lambda: changed(TRAJECTORY, routes=np.zeros(3, int)), "Trajectory.routes is .* of int16 with 3 axes"),
+        (lambda: changed(TRAJECTORY, policy_mask=[True]), "a Trajectory got lengths .*'policy_mask': 1"),
+        (lambda: changed(TRAJECTORY, prompt_length=4), "prompt_length = 4; must be a whole number from 0 to 3"),
+        (lambda: changed(TRAJECTORY, prompt_length=-1), "prompt_length = -1; must be a whole number"),
+        (lambda: changed(TRAJECTORY, prompt_length=1.5), "prompt_length = 1.5; must be a whole number"),
+        (lambda: changed(TRAJECTORY, parts=(1, 1)), r"parts = \(1, 1\); must be lengths that add up to the 3 tokens"),
+        (lambda: changed(TRAJECTORY, condition="hint:2"), r"condition is 'hint:2' \(str\); must be a Condition"),
+        (lambda: changed(TRAJECTORY, logprobs=[0, np.nan, 0]), "logprobs has nan at token 1, .*; must be a number"),
+        (lambda: changed(ROW, marked=[True]), "a TrainRow got lengths .*'marked': 1"),
+        (lambda: changed(ROW, parts=(0, 3)), r"parts = \(0, 3\); must be lengths"),
+        (lambda: changed(ROW, policy_mask=[1, 1, 1], weights=[0.5] * 3), "holds a first token, which has no log-prob"),
+        (lambda: changed(ROW, policy_mask=[0, 1, 1], parts=(2, 1)), "holds a first token, which has no log-prob"),
+        (lambda: paid([0.5]), "'p': turn_rewards of verdict 0 has 1 numbers for 2 turns"),
+        (lambda: paid(np.ones(3)), "turn_rewards of verdict 0 has 3 numbers for 2 turns"),
+        *(
+            (lambda name=name, value=value: changed(ROW, **{name: [0, value, 0]}), f"TrainRow.{name} has {value} at")
+            for name, wrong in ON_THE_MASK.items()
+            for value in wrong
+        ),
+        *(
+            (lambda reward=reward: changed(VERDICT, reward=reward), "Verdict.reward = .*; must be a finite number")
+            for reward in (None, np.nan, np.inf, np.float32("nan"), "1.0", [1.0], np.array([1.0]), 10**400, 1j)
+        ),
     ],
 )
 def test_what_no_stage_could_use_is_refused(make, words):

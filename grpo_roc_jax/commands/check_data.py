@@ -6,6 +6,7 @@ Prints its columns and which of them are used, three rendered prompts, the lengt
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from grpo_roc_jax.data.problems import LOOKED_AT, SOURCE_COLUMN, describe_length
 from grpo_roc_jax.data.problems import SHOWN as MOST_NAMED
 from grpo_roc_jax.run.components import make_registry, resolve_text, tool_schemas
 from grpo_roc_jax.settings.cli import config_errors, load_config
-from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
+from grpo_roc_jax.text.chat_format import ChatFormat, Trace, UnfitTrace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 
 SHOWN = 3
@@ -49,12 +50,12 @@ def limits(prompts: Sequence[int], responses: Sequence[int], config: Config) -> 
     return f"limits under which all of it fits: {' '.join(words)}"
 
 
-def too_long(uids: Sequence[str], lengths: Sequence[int], limit: str, most: int) -> Iterator[str]:
+def too_long(uids: Sequence[str], lengths: Sequence[int], limit: str, most: int, unit: str = "tokens") -> Iterator[str]:
     """Names of what a run with the present settings would leave out; empty if everything fits."""
-    long = [(uid, tokens) for uid, tokens in zip(uids, lengths, strict=True) if tokens > most]
+    long = [(uid, length) for uid, length in zip(uids, lengths, strict=True) if length > most]
     if long:
         yield f"{limit} = {most}: {len(long)} of {len(uids)} do not fit (data.bad_rows)"
-    yield from (f"  {uid}: {tokens} tokens" for uid, tokens in long[:MOST_NAMED])
+    yield from (f"  {uid}: {length} {unit}" for uid, length in long[:MOST_NAMED])
     if len(long) > MOST_NAMED:
         yield f"  ... and {len(long) - MOST_NAMED} more"
 
@@ -66,11 +67,17 @@ def check_data(path: Path, config: Config) -> list[str]:
     Raises:
         ConfigError: The file cannot be read, or none of its rows can be used.
     """
-    text = resolve_text(config)
-    chat = make_chat(text, load_tokenizer(text), tool_schemas(config, make_registry(config)))
-    columns = list(column_lines(path))
-    show = conversation_lines if any(line.startswith("  messages:") for line in columns) else problem_lines
-    return [f"columns of the first {LOOKED_AT} rows:", *columns, *show(path, config, chat)]
+    text, tools = resolve_text(config), tool_schemas(config, make_registry(config))
+    tokenizer, columns = load_tokenizer(text), list(column_lines(path))
+    if not any(line.startswith("  messages:") for line in columns):
+        lines = problem_lines(path, config, make_chat(text, tokenizer, tools))
+    else:
+        traces, report = load_traces(path)
+        calls = max(text.max_calls_per_turn, *(trace.most_calls for trace in traces))
+        # Under the limit that fits all calls; others are measured too.
+        chat = make_chat(replace(text, max_calls_per_turn=calls), tokenizer, tools)
+        lines = [str(report), *conversation_lines(traces, config, chat)]
+    return [f"columns of the first {LOOKED_AT} rows:", *columns, *lines]
 
 
 def problem_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
@@ -87,19 +94,34 @@ def problem_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
     return [*lines, limits(lengths, (), config)]
 
 
-def conversation_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
-    """Lines on the demonstrations that `data.trace_sources` would take from a file."""
-    traces, report = load_traces(path)
-    lines, prompts, rows = [str(report)], [], []
+def conversation_lines(traces: Sequence[Trace], config: Config, chat: ChatFormat) -> list[str]:
+    """Lines on demonstrations. The format `chat` may have another limit of calls in a turn than `config`."""
+    lines, fitting, prompts, rows, unfit = [], [], [], [], []
     for trace in traces:
-        tokens, mask = chat.trace_row(trace)
+        try:
+            tokens, mask = chat.trace_row(trace)
+        except UnfitTrace as error:
+            unfit.append(f"  {error}")
+            continue
+        fitting.append(trace)
         prompts.append(int(mask.argmax()))
         rows.append(len(tokens))
         if len(rows) <= SHOWN:
             lines += [f"---- {trace.problem.uid}", chat.tokenizer.decode(tokens.tolist())]
-    lines += ["----", describe_lengths("prompts", prompts), describe_lengths("conversations", rows)]
-    lines += too_long([trace.problem.uid for trace in traces], rows, "batch.row_length", config.batch.row_length)
-    return [*lines, limits(prompts, [row - prompt for row, prompt in zip(rows, prompts, strict=True)], config)]
+    lines.append("----")
+    if unfit:
+        lines += [f"{len(unfit)} of {len(traces)} do not fit (data.bad_rows)", *unfit[:MOST_NAMED]]
+    if not fitting:
+        return lines
+    lines += [describe_lengths("prompts", prompts), describe_lengths("conversations", rows)]
+    uids, calls = [trace.problem.uid for trace in fitting], [trace.most_calls for trace in fitting]
+    lines.append(f"most calls in a turn: {max(calls)}")
+    most = config.text.max_calls_per_turn
+    lines += too_long(uids, calls, "text.max_calls_per_turn", most, "calls in a turn")
+    lines += too_long(uids, rows, "batch.row_length", config.batch.row_length)
+    further = f" --text.max_calls_per_turn {max(calls)}" if max(calls) > most else ""
+    responses = [row - prompt for row, prompt in zip(rows, prompts, strict=True)]
+    return [*lines, limits(prompts, responses, config) + further]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import tyro
 
 from grpo_roc_jax.data.problems import problem_row
+from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.trace import TraceRecord, read_trace, recorded_steps
 from grpo_roc_jax.settings.files import output_file
 
@@ -52,6 +53,7 @@ def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
+    show_log()
     options = tyro.cli(CutTraces, args=argv, prog="grpo-roc cut-traces")
     try:
         recorded_steps(options.run, options.step)
@@ -67,5 +69,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     out.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} states in {options.out}")
+    print(f"{len(rows)} states in {out}")
     return 0

@@ -25,15 +25,17 @@ from grpo_roc_jax.engine.protocol import RunOptions, rollout_display
 from grpo_roc_jax.process.progress import phase, show_log
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
-from grpo_roc_jax.record.run_dir import opened, unused
+from grpo_roc_jax.record.metrics import FILE as METRICS_FILE
+from grpo_roc_jax.record.run_dir import CONFIG_FILE, describe_run, locked, unused
+from grpo_roc_jax.record.trace import FOLDER as TRAJECTORIES
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.run.components import make_parts, prompt_length
-from grpo_roc_jax.run.evaluate import Parts, prompt_end, sample_parts
+from grpo_roc_jax.run.evaluate import REQUEST_FILE, Parts, prompt_end, sample_parts
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for, warn_of_tools
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
-from grpo_roc_jax.settings.files import output_file
+from grpo_roc_jax.settings.files import local_path, output_file
 from grpo_roc_jax.types import Metrics, Problem
 
 PROG = "grpo-roc evaluate"
@@ -117,13 +119,33 @@ def chosen_problems(options: EvaluateConfig, data: DataConfig, notes: list[str] 
 
 def folder_of(options: EvaluateConfig) -> Path:
     """The directory for the trajectories of an evaluation: that of `keep`, or an unused one in the run (in `runs` for a
-    published model)."""
+    published model).
+
+    Raises:
+        ConfigError: The evaluation in `keep` is to be resumed, and there is something else, such as a run.
+    """
     if options.keep:
-        return Path(options.keep) if options.resume else unused(Path(options.keep))
+        folder = local_path(options.keep)
+        return evaluation_in(folder) if options.resume else unused(folder)
     if not is_run(options.policy):
         return unused(Path("runs") / "evaluations" / Path(options.policy).name)
     run, step = split_checkpoint(options.policy)
     return unused(run / "evaluations" / ("newest" if step is None else f"step_{step:08d}"))
+
+
+def evaluation_in(folder: Path) -> Path:
+    """The directory of an evaluation that is resumed, or begun where there is none.
+
+    Raises:
+        ConfigError: It holds something else, such as a run, whose files the evaluation would replace.
+    """
+    others = [CONFIG_FILE, METRICS_FILE, TRAJECTORIES] if not (folder / REQUEST_FILE).is_file() else []
+    if found := [name for name in ("checkpoints", *others) if (folder / name).exists()]:
+        raise ConfigError(
+            f"--keep {folder} --resume: it holds {found[0]} and is no evaluation; name the directory of an evaluation, "
+            "or one that is unused"
+        )
+    return folder
 
 
 def sample_policy(
@@ -150,7 +172,7 @@ def sample_policy(
     chosen = chosen_problems(options, config.data, notes) if problems is None else list(problems)
     with ExitStack() as resources:
         if folder is not None:
-            resources.enter_context(opened(folder, config, "--keep"))
+            resources.enter_context(locked(folder, "--keep"))
         policy, sampling = resources.enter_context(make_parts(config))
         sampler = sampling.sampler
         warn_of_tools(options.policy, sampler.chat)
@@ -170,6 +192,7 @@ def sample_policy(
         else:
             wanted = [options.policy, step, options.samples, options.temperature, dump_yaml(config)]
             parts = Parts(folder, [*wanted, *(problem.uid for problem in chosen)])
+            describe_run(folder, config, "--keep")
             sampled = parts.finished(step, chosen, options.samples)
             if sampled is None:
                 sampled = sample_parts(sampling, weights, chosen, options.samples, run_options, parts, **extras)

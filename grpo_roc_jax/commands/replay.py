@@ -20,11 +20,12 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.record.batches import read_batch
-from grpo_roc_jax.record.checkpoint_files import entries
+from grpo_roc_jax.record.checkpoint_files import whole_steps
 from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.run.learning import make_learner
 from grpo_roc_jax.run.policy import PolicyModel, frozen_weights, load_trained
 from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.train import split_option
 from grpo_roc_jax.types import TrainRow
 
 SHOWN = 5
@@ -36,15 +37,11 @@ PROG = "grpo-roc replay"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    checkpoint = None
-    if "--checkpoint" in words[:-1]:
-        at = words.index("--checkpoint")
-        if not words[at + 1].isdecimal():
-            print(f"replay: --checkpoint {words[at + 1]}; must be the number of a step", file=sys.stderr)
-            return 2
-        checkpoint = int(words[at + 1])
-        del words[at : at + 2]
+    step, words = split_option(sys.argv[1:] if argv is None else argv, "--checkpoint")
+    if step is not None and not step.isdecimal():
+        print(f"replay: --checkpoint {step}; must be the number of a step", file=sys.stderr)
+        return 2
+    checkpoint = None if step is None else int(step)
     if not words or words[0].startswith("-"):
         print(f"usage: {PROG} FILE [--checkpoint STEP] [--section.field value ...]\n\n{__doc__}")
         return 0 if {"--help", "-h"} & {*words} else 2
@@ -72,9 +69,8 @@ def replay(path: Path, overrides: Sequence[str] = (), checkpoint: int | None = N
     run = run if (run / "checkpoints").is_dir() else Path(about["run"])
     _, chat, model, mesh, _ = check_components(config, make_registry(config))
     policy = PolicyModel(model, mesh, frozen_weights(config, model, mesh), config.lora)
-    steps = [entry.step for entry in entries(run / "checkpoints") if entry.step < about["step"]]
-    skipped = about["step"] if about["why"] == "not finite" else None
-    steps += [entry.step for entry in entries(run / "checkpoints") if entry.step == skipped]
+    last = about["step"] - (about["why"] != "not finite")  # an update that was skipped left the parameters as they were
+    steps = [step for step in whole_steps(run / "checkpoints") if step <= last]
     wanted = checkpoint if checkpoint is not None else max(steps, default=None)
     if wanted is None:
         raise ConfigError(f"{run} has no checkpoint from before step {about['step']}; name one with --checkpoint STEP")

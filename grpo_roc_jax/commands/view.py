@@ -29,13 +29,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_roc_jax.process.progress import phase
+from grpo_roc_jax.process.progress import phase, show_log
 from grpo_roc_jax.record import index
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
-from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
-from grpo_roc_jax.settings.files import output_file, parse_json
-from grpo_roc_jax.view.answers import Block, Runs, lines
+from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, trace_files
+from grpo_roc_jax.settings.files import local_path, output_file
+from grpo_roc_jax.view.answers import Block, Runs, records_of
 from grpo_roc_jax.view.atif import documents, read_atif
 from grpo_roc_jax.view.page_server import PageServer
 from grpo_roc_jax.view.pages import Location, by_file, page_of
@@ -43,6 +43,8 @@ from grpo_roc_jax.view.pages import Location, by_file, page_of
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
 PORT = 8642
 """Port of the page; another free one if it is in use."""
+REWARD_DIGITS = 5e-6
+"""Relative error of a reward that is written with six digits, as in 0.333333."""
 Row = dict[str, Any]
 
 
@@ -61,7 +63,7 @@ class ViewConfig:
     sample: int | None = None
     """Rollouts with this number within their problem."""
     reward: float | None = None
-    """Trajectories with this reward."""
+    """Trajectories with this reward, to six digits."""
     status: str = ""
     """Trajectories with this verdict: correct, wrong, no_answer, truncated, ..."""
     kept: Literal["any", "yes", "no"] = "any"
@@ -97,16 +99,23 @@ class ViewConfig:
         return any(plain) or any(value is not None for value in (self.step, self.sample, self.reward))
 
     @property
+    def rewards(self) -> tuple[float, float]:
+        """Least and largest number that count as `reward`."""
+        reward = self.reward or 0.0
+        near = max(REWARD_DIGITS * abs(reward), 1e-9)
+        return reward - near, reward + near
+
+    @property
     def address(self) -> str:
         """The filters as the query of the page's address; empty if there are none."""
-        reward = None if self.reward is None else f"{self.reward:g}"
+        low, high = self.rewards if self.reward is not None else (None, None)
         filters = {
             "kind": "eval" if self.kind == "eval" else None,
             "step": self.step,
             "uid": self.uid,
             "sample": self.sample,
-            "low": reward,
-            "high": reward,
+            "low": low,
+            "high": high,
             "status": self.status,
             "kept": None if self.kept == "any" else self.kept,
             "calls": "failed" if self.errors else None,
@@ -131,10 +140,10 @@ class Matches:
 
     @property
     def records(self) -> list[TraceRecord]:
-        """The records of the first trajectories."""
+        """The records of the first trajectories, without those that cannot be read."""
         logs = [{(kind, step): log for log, kind, step in trace_files(run)} for run in self.config.runs]
-        chosen_lines = (lines(logs[run][block], block, places) for run, block, places in by_file(self.places))
-        return [from_json(parse_json(line, "a line of the log")) for line in chain.from_iterable(chosen_lines)]
+        chosen = (records_of(logs[run][block], block, rows) for run, block, rows in by_file(self.places))
+        return [record for _, record in chain.from_iterable(chosen)]
 
 
 def choose(config: ViewConfig) -> Matches:
@@ -149,13 +158,13 @@ def choose(config: ViewConfig) -> Matches:
     blocks = set()
     for number, run in enumerate(config.runs):
         step = config.step if config.filtered else max(steps_of(run, config.kind))
-        for block, line_number, row in rows_of(run, config.kind, step):
+        for block, number_in_file, row in rows_of(run, config.kind, step):
             total += 1
             if matches(row, config):
                 matched += 1
                 blocks.add((number, block))
                 if not limit or len(shown) < limit:
-                    shown.append((number, block, line_number))
+                    shown.append((number, block, number_in_file))
     return Matches(tuple(shown), matched, total, frozenset(blocks), config)
 
 
@@ -174,11 +183,11 @@ def steps_of(run: str, kind: str) -> list[int]:
 
 
 def rows_of(run: str, kind: str, step: int | None = None) -> Iterator[tuple[Block, int, Row]]:
-    """(file, index of the line in it, row of the index) of the trajectories of a run or of one of its steps."""
+    """(file, number of the row in its index, the row) of the trajectories of a run or of one of its steps."""
     for log, file_kind, number in trace_files(run):
         if file_kind == kind and step in (None, number):
-            for line_number, row in enumerate(index.rows(index.load(log, kind, number))):
-                yield (file_kind, number), line_number, row
+            for row_number, row in enumerate(index.rows(index.load(log, kind, number))):
+                yield (file_kind, number), row_number, row
 
 
 def available(config: ViewConfig) -> str:
@@ -194,10 +203,11 @@ def available(config: ViewConfig) -> str:
 
 def matches(row: Row, config: ViewConfig) -> bool:
     """Whether a trajectory passes the filters."""
+    low, high = config.rewards
     return (
         config.uid in row["problem"][0]
         and (config.sample is None or row["sample"] == config.sample)
-        and (config.reward is None or (row["reward"] is not None and abs(row["reward"] - config.reward) < 1e-9))
+        and (config.reward is None or (row["reward"] is not None and low <= row["reward"] <= high))
         and (not config.status or row["status"] == config.status)
         and (config.kept == "any" or row["kept"] == (config.kept == "yes"))
         and (not config.errors or row["tool_errors"] > 0)
@@ -282,11 +292,12 @@ def show(records: Iterable[TraceRecord], console: Console | None = None) -> None
 def opened(run: str) -> str:
     """The directory of a run. For a file in ATIF format it is a temporary directory with its trajectories, removed at
     exit."""
-    if not Path(run).is_file():
-        return run
-    folder = Path(tempfile.mkdtemp()) / Path(run).name
+    path = local_path(run)
+    if not path.is_file():
+        return str(path)
+    folder = Path(tempfile.mkdtemp()) / path.name
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    records = sorted(read_atif(Path(run)), key=lambda record: record.step)
+    records = sorted(read_atif(path), key=lambda record: record.step)
     writer = TraceWriter(folder)
     for step, records_of_step in groupby(records, key=lambda record: record.step):
         writer.write(step, records_of_step)
@@ -311,6 +322,8 @@ def serve(config: ViewConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    show_log()
     try:
         config = tyro.cli(ViewConfig, args=arguments, prog="grpo-roc view")
         named = config.runs
@@ -324,21 +337,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             choice = choose(config)
             nothing = "" if choice.matched else f"no trajectory matches\n{available(config)}"
             whole = page(config, choice) if html and choice.matched else ""
+        if nothing:
+            print(nothing)
+        elif atif:
+            records = choice.records
+            text = "".join(json.dumps(document) + "\n" for document in documents(records))
+            atif.write_text(text, encoding="utf-8")
+            print(f"written: {atif} ({len(records)} of {choice.matched} matching trajectories)")
+        elif html:
+            html.write_text(whole, encoding="utf-8")
+            print(f"written: {html} ({len(choice.places)} of {choice.matched} matching trajectories)")
+        else:
+            print_text(config, choice)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    if nothing:
-        print(nothing)
-        return 0
-    if atif:
-        text = "".join(json.dumps(document) + "\n" for document in documents(choice.records))
-        atif.write_text(text, encoding="utf-8")
-        print(f"written: {config.atif} ({len(choice.places)} of {choice.matched} matching trajectories)")
-        return 0
-    if html:
-        html.write_text(whole, encoding="utf-8")
-        print(f"written: {config.html} ({len(choice.places)} of {choice.matched} matching trajectories)")
-        return 0
+    return 0
+
+
+def print_text(config: ViewConfig, choice: Matches) -> None:
+    """Prints a table of the steps, if there is no filter, and the chosen trajectories."""
     console = Console()
     for run in () if config.filtered else config.runs:
         line = f"{run}: {len(steps_of(run, config.kind))} steps with trajectories"
@@ -349,4 +367,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = f"; {left} more: --limit {choice.matched}, or --html FILE" if left else ""
     summary = f"{choice.matched} of {choice.total} trajectories match{more}"
     console.print(summary, markup=False, highlight=False, soft_wrap=True)
-    return 0

@@ -59,8 +59,8 @@ class DataConfig:
     """Training problems of each world, visited again and again in new orders like the rows of a file. Methods with a
     memory of each problem (trackers, hint levels, success rates) need it. 0 never shows a problem twice."""
     eval_sources: tuple[str, ...] = ()
-    """Held-out sources, `NAME=` before one names it in metrics. Empty: the held-out side of the training worlds (a file
-    has none; name one here)."""
+    """Held-out sources, `NAME=` before one names it in metrics. No problem or demonstration with the prompt of a row of
+    a held-out file is trained on. Empty: the held-out side of the training worlds (a file has none; name one here)."""
     eval_problems: Count = 64
     """Held-out problems in all, spread evenly over the sources."""
     eval_seed: Seed = 0

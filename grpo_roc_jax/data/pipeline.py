@@ -21,7 +21,7 @@ from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
 from grpo_roc_jax.data.near import describe_near, near_duplicates
 from grpo_roc_jax.data.problems import SHOWN, LoadReport, describe_lengths, drop_long, load_problems
 from grpo_roc_jax.environments.config import adapter
-from grpo_roc_jax.text.chat_format import Trace
+from grpo_roc_jax.text.chat_format import Trace, UnfitTrace
 from grpo_roc_jax.types import Problem
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Stream(Generic[T]):
 
     @property
     def left_out(self) -> int:
-        """Number of rows of files that are too long, and of such demonstrations of worlds drawn so far."""
+        """Number of rows of files that do not fit, and of such demonstrations of worlds drawn so far."""
         return self._notes.left_out
 
     def __iter__(self) -> Iterator[list[T]]:
@@ -80,7 +80,8 @@ class Stream(Generic[T]):
         if not self.owns(state):
             raise ValueError(
                 f"the saved position belongs to other data ({state.get('fingerprint')}, here {self._fingerprint}): "
-                "sources, their contents, weights, seed, data.shuffle and batch size must equal those of the saved run"
+                "sources, their contents, weights, seed, data.shuffle and batch size must equal those of the saved run "
+                "(earlier versions shuffled all sources but the first in another order); --force starts the data anew"
             )
         self._iterator.set_state({key: value for key, value in state.items() if key != "fingerprint"})
 
@@ -113,7 +114,8 @@ def make_problem_stream(
     """Endless batches of training problems.
 
     Rows of a file, and of a world with `world_problems`, come in a new order each epoch; an endless world never
-    repeats an index. Rows of training files that are also held out are dropped and counted.
+    repeats an index. Rows of training files that are also held out are dropped and counted; a world draws another
+    problem in place of one that a held-out file holds.
 
     Args:
         config: Sources and weights.
@@ -143,10 +145,10 @@ def make_problem_stream(
             raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
         if not trainable:
             continue
-        datasets.append(_epochs(trainable, config.shuffle, seed))
+        datasets.append(_epochs(trainable, config.shuffle, seed, index))
         named = isinstance(trainable, _Addressed)
         content = f"{source}:{len(trainable)}" if named else _digest(problem.uid for problem in trainable)
-        contents.append(content + _order(config.shuffle))
+        contents.append(content + _order(config.shuffle, index))
         used.append(index)
     weights = [config.weights[index] for index in used] if config.weights else ()
     return _stream(datasets, contents, weights, problems, seed, notes)
@@ -161,26 +163,41 @@ def training_problems(
 ) -> list[tuple[str, Sequence[Problem]]]:
     """(source, its training problems) for each source; see `make_problem_stream`. An endless world has `TRACE_START` of
     them. Notes on loading are appended to `notes`."""
-    files = [source for _, source in map(split_name, config.eval_sources) if generator_of(source) is None]
-    held_out = {problem.prompt for source in files for problem in _load(source, config, [])}
+    held_out = _held_out_prompts(config)
     by_source: list[tuple[str, Sequence[Problem]]] = []
     for source in config.sources:
         if generator := generator_of(source):
-            element = partial(_hinted_problem, generator, source, seed)
+            element = partial(_hinted_problem, generator, source, seed, held_out)
+            first = element(0)  # refuses a world of which nothing is left
             if prompt_length is not None:
-                prompt_length(element(0))  # refuses problems that no rollout could begin with
+                prompt_length(first)  # refuses problems that no rollout could begin with
             by_source.append((source, _Addressed(element, config.world_problems or TRACE_START)))
             continue
         rows = _load(source, config, notes)
-        usable = [problem for problem in rows if problem.prompt not in held_out]
-        if len(usable) < len(rows):
-            notes.append(f"{source}: {len(rows) - len(usable)} rows are also held out; dropped from training")
-        near = near_duplicates((problem.prompt for problem in usable), sorted(held_out)) if held_out else []
-        notes += describe_near(source, near)
+        usable = _not_held_out(source, rows, lambda problem: problem.prompt, held_out, notes)
         if prompt_length is not None:
             usable = fitting_problems(usable, prompt_length, max_prompt_tokens, config, notes, f"{source}: ")
         by_source.append((source, usable))
     return by_source
+
+
+def _held_out_prompts(config: DataConfig) -> frozenset[str]:
+    """The prompts of all rows of the held-out files. Worlds keep held-out texts apart themselves."""
+    files = [source for _, source in map(split_name, config.eval_sources) if generator_of(source) is None]
+    return frozenset(problem.prompt for source in files for problem in _load(source, config, []))
+
+
+def _not_held_out(
+    source: str, rows: Sequence[T], prompt_of: Callable[[T], str], held_out: Collection[str], notes: list[str]
+) -> list[T]:
+    """The rows of a file whose prompts are not held out. Notes that count the others, and name near-duplicates of
+    held-out prompts, are appended to `notes`."""
+    usable = [row for row in rows if prompt_of(row) not in held_out]
+    if len(usable) < len(rows):
+        notes.append(f"{source}: {len(rows) - len(usable)} rows are also held out; dropped from training")
+    if held_out:
+        notes += describe_near(source, near_duplicates(map(prompt_of, usable), sorted(held_out)))
+    return usable
 
 
 def fitting_problems(
@@ -219,12 +236,15 @@ def make_trace_stream(
 ) -> Stream[Trace]:
     """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
 
+    Traces with the prompt of a row of a held-out file are dropped or drawn anew, as in `make_problem_stream`.
+
     Args:
         config: `trace_sources` with `trace_weights`; if there are none, `sources` with `weights`.
         traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
-        row_length: Returns the number of tokens of a trace. With it, a trace beyond `max_row_tokens` is left out, or
-            refused (`config.bad_rows`), since nothing is cut. For worlds another trace replaces it.
+        row_length: Returns the number of tokens of a trace, or raises UnfitTrace. With it, a trace that is unfit, or
+            beyond `max_row_tokens`, is left out, or refused (`config.bad_rows`), since nothing is cut. For worlds
+            another trace replaces it.
         max_row_tokens: Used with `row_length`.
 
     Raises:
@@ -233,11 +253,13 @@ def make_trace_stream(
     sources = config.trace_sources or config.sources
     weights = config.trace_weights or (config.weights if sources == config.sources else ())
     notes, longest = Notes(), 0
+    held_out = _held_out_prompts(config)
     datasets = []
     contents = []
-    for source in sources:
+    for index, source in enumerate(sources):
         if generator := generator_of(source):
-            element = partial(_generated_trace, generator, source, seed, config)
+            element = partial(_generated_trace, generator, source, seed, config, held_out)
+            element(0)  # refuses a world of which nothing is left
             if row_length is not None:
                 element = partial(_fitting_trace, element, row_length, max_row_tokens, source, config.bad_rows, notes)
                 longest = max(longest, max_row_tokens)
@@ -246,20 +268,23 @@ def make_trace_stream(
             continue
         rows, report = _load_traces(source, config)
         notes.append(str(report))
+        rows = _not_held_out(source, rows, lambda trace: trace.problem.prompt, held_out, notes)
+        if not rows:
+            raise ValueError(f"{source}: no demonstration is left to train on\n" + "\n".join(notes))
         if row_length is not None:
-            lengths = [row_length(row) for row in rows]
+            rows, lengths = _writable_traces(rows, row_length, source, config.bad_rows, notes)
             rows = _fitting_traces(rows, lengths, max_row_tokens, source, config.bad_rows, notes)
             longest = max(longest, *(tokens for tokens in lengths if tokens <= max_row_tokens))
-        datasets.append(_epochs(rows, config.shuffle, seed))
+        datasets.append(_epochs(rows, config.shuffle, seed, index))
         content = _digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows)
-        contents.append(content + _order(config.shuffle))
+        contents.append(content + _order(config.shuffle, index))
     return _stream(datasets, contents, weights, traces, seed, notes, longest)
 
 
 def first_problems(config: DataConfig, seed: int, count: int) -> list[tuple[str, list[Problem]]]:
-    """(source, its first `count` training problems) for each generated source."""
+    """(source, its first `count` training problems) for each generated source, not compared with held-out files."""
     return [
-        (source, [_hinted_problem(generator, source, seed, index) for index in range(count)])
+        (source, [_hinted_problem(generator, source, seed, (), index) for index in range(count)])
         for source in config.sources
         if (generator := generator_of(source))
     ]
@@ -267,11 +292,11 @@ def first_problems(config: DataConfig, seed: int, count: int) -> list[tuple[str,
 
 def first_demonstrations(config: DataConfig, seed: int, count: int) -> list[tuple[str, list[Trace]]]:
     """(source, demonstrations) for each source of the supervised stage: the first `count` of a generated one, all of a
-    file."""
+    file. They are not compared with held-out files."""
     return [
         (
             source,
-            [_generated_trace(generator, source, seed, config, index) for index in range(count)]
+            [_generated_trace(generator, source, seed, config, (), index) for index in range(count)]
             if (generator := generator_of(source))
             else _load_traces(source, config)[0],
         )
@@ -279,13 +304,40 @@ def first_demonstrations(config: DataConfig, seed: int, count: int) -> list[tupl
     ]
 
 
-def _hinted_problem(generator: Generator, source: str, seed: int, index: int) -> Problem:
-    return generator.with_hints(generator.problem(source, seed, index))
+OTHER_PROBLEMS = 1 << 28
+"""Added to the index of a problem of a world that is held out, to get the index of its replacement. All replacements of
+a demonstration, also those of `OTHER_TRACES`, stay below `HELD_OUT_START`."""
+MOST_HELD_OUT = 1000
+"""Draws of a world that may be held out one after the other; so many are only if nearly all of its texts are."""
 
 
-def _generated_trace(generator: Generator, source: str, seed: int, config: DataConfig, index: int) -> Trace:
+def _training_problem(generator: Generator, source: str, seed: int, held_out: Collection[str], index: int) -> Problem:
+    """Problem number `index` of a generated source, or the first one after it, in steps of `OTHER_PROBLEMS`, whose
+    prompt is not held out.
+
+    Raises:
+        ValueError: `MOST_HELD_OUT` of them are held out.
+    """
+    for tried in range(MOST_HELD_OUT):
+        problem = generator.problem(source, seed, index + tried * OTHER_PROBLEMS)
+        if problem.prompt not in held_out:
+            return problem
+    raise ValueError(
+        f"{source}: {MOST_HELD_OUT} problems drawn one after the other are all in the files of data.eval_sources, so "
+        "(almost) none is left to train on; hold out fewer, or train on another source or level"
+    )
+
+
+def _hinted_problem(generator: Generator, source: str, seed: int, held_out: Collection[str], index: int) -> Problem:
+    return generator.with_hints(_training_problem(generator, source, seed, held_out, index))
+
+
+def _generated_trace(
+    generator: Generator, source: str, seed: int, config: DataConfig, held_out: Collection[str], index: int
+) -> Trace:
     """Demonstration number `index` of a generated source."""
-    return generator.trace(generator.problem(source, seed, TRACE_START + index), config.demonstrations, seed)
+    problem = _training_problem(generator, source, seed, held_out, TRACE_START + index)
+    return generator.trace(problem, config.demonstrations, seed)
 
 
 def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Problem]:
@@ -365,6 +417,34 @@ def _load_traces(source: str, config: DataConfig) -> tuple[list[Trace], LoadRepo
         ) from error
 
 
+def _writable_traces(
+    traces: Sequence[Trace], row_length: Callable[[Trace], int], source: str, bad_rows: str, notes: Notes
+) -> tuple[list[Trace], list[int]]:
+    """The traces of a file that the chat format can write, and their lengths.
+
+    Raises:
+        ValueError: It can write none, or not all and `bad_rows` is `fail`.
+    """
+    kept, lengths, unfit = [], [], []
+    for trace in traces:
+        try:
+            lengths.append(row_length(trace))
+            kept.append(trace)
+        except UnfitTrace as error:
+            unfit.append(error)
+    if not unfit:
+        return kept, lengths
+    text = f"{source}: {len(unfit)} of {len(traces)} conversations do not fit"
+    named = [f"{source}: {error}" for error in unfit[:SHOWN]]
+    calls = [error.calls for error in unfit if error.calls]
+    remedy = [f"text.max_calls_per_turn {max(calls)} keeps {len(calls)} of these"] if calls else []
+    if not kept or bad_rows == "fail":
+        raise ValueError("\n".join(["; ".join([text, *remedy, *([_DROP] if kept else [])]), *named]))
+    notes += ["; ".join([f"{text} and are left out, {len(kept)} are left", *remedy]), *named]
+    notes.left_out += len(unfit)
+    return kept, lengths
+
+
 def _fitting_traces(
     traces: Sequence[Trace], lengths: Sequence[int], most: int, source: str, bad_rows: str, notes: Notes
 ) -> list[Trace]:
@@ -389,7 +469,7 @@ def _fitting_traces(
 
 
 OTHER_TRACES = 1 << 32
-"""Added to the index of a demonstration of a world that is too long, to get the index of its replacement."""
+"""Added to the index of a demonstration of a world that does not fit, to get the index of its replacement."""
 TRIES = 50
 
 
@@ -410,28 +490,34 @@ def _fitting_trace(
     """
     for tried in range(TRIES):
         trace = element(index + tried * OTHER_TRACES)
-        tokens = row_length(trace)
-        if tokens <= most:
-            return trace
+        try:
+            tokens = row_length(trace)
+        except UnfitTrace as error:
+            problem = str(error)
+        else:
+            if tokens <= most:
+                return trace
+            problem = f"{trace.problem.uid}: demonstration of {tokens} tokens, batch.row_length = {most}; raise it"
         if bad_rows == "fail":
-            raise ValueError(
-                f"{source}: {trace.problem.uid}: demonstration of {tokens} tokens, batch.row_length = {most}; raise "
-                f"it, or {_DROP}"
-            )
+            raise ValueError(f"{source}: {problem}, or {_DROP}")
         notes.left_out += 1
-    raise ValueError(
-        f"{source}: {TRIES} demonstrations exceed batch.row_length = {most}, the last one has {tokens} tokens; raise it"
-    )
+    raise ValueError(f"{source}: {TRIES} demonstrations do not fit, the last one: {problem}")
 
 
-def _epochs(rows: Sequence[Any], shuffle: bool, seed: int) -> grain.MapDataset:
+def _epochs(rows: Sequence[Any], shuffle: bool, seed: int, index: int) -> grain.MapDataset:
+    """The rows of source number `index`, again and again. Each source has an order of its own, so that rows of parallel
+    files do not meet in a batch."""
     dataset = grain.MapDataset.source(rows)
-    return (dataset.seed(seed).shuffle() if shuffle else dataset).repeat()
+    own_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
+    return (dataset.seed(own_seed).shuffle() if shuffle else dataset).repeat()
 
 
-def _order(shuffle: bool) -> str:
-    """The part of a fingerprint for the order of rows; empty for the default, as in positions of earlier versions."""
-    return "" if shuffle else ":in order"
+def _order(shuffle: bool, index: int) -> str:
+    """The part of a fingerprint for the order of the rows of a source; empty for the first one by default, as in
+    positions of earlier versions."""
+    if not shuffle:
+        return ":in order"
+    return f":shuffle {index}" if index else ""
 
 
 def _stream(

@@ -8,7 +8,9 @@
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 
 import jax
 import numpy as np
@@ -19,7 +21,8 @@ from grpo_roc_jax.engine.decode import ID_MASK
 from grpo_roc_jax.engine.programs import ProgramCost, SamplerPrograms, SharedPrograms
 from grpo_roc_jax.engine.protocol import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.engine.publish import Publisher, SamplerParams, sampler_config
-from grpo_roc_jax.engine.scheduler import Scheduler
+from grpo_roc_jax.engine.scheduler import Scheduler, check_keys
+from grpo_roc_jax.engine.table import starting_point
 from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import process_mesh
@@ -56,9 +59,15 @@ def make_engine(
         platform: Kind of device that programs are chosen for; by default that of the devices.
 
     Raises:
-        ValueError: A stop id outside the vocabulary, slots that do not divide over the mesh, or int8 with experts.
+        ValueError: A vocabulary that is empty or larger than the model's, a stop id outside of it, slots that do not
+            divide over the mesh, or int8 with experts.
     """
-    vocabulary = vocab_size or model_config.vocab_size
+    vocabulary = model_config.vocab_size if vocab_size is None else vocab_size
+    if not 1 <= vocabulary <= model_config.vocab_size:
+        raise ValueError(
+            f"vocab_size = {vocabulary}; must be from 1 to {model_config.vocab_size}, that of the model: set that to "
+            "at least the number of ids of the tokenizer"
+        )
     outside = [stop for stop in stop_ids if not 0 <= stop < vocabulary]
     if outside:
         raise ValueError(
@@ -193,15 +202,17 @@ class Engine:
             Tickets, request by request and sample by sample.
 
         Raises:
-            ValueError: No request, an empty or too long prompt, a budget beyond the limits.
+            ValueError: No request, an empty or too long prompt, a budget beyond the limits, two rollouts of one key.
         """
-        check_requests(requests, self.config, self.programs.model.vocab_size, mixed="adapters" in sampler.params)
+        options = options or RunOptions()
+        mixed = "adapters" in sampler.params
+        check_requests(requests, self.config, self.programs.model.vocab_size, options.key_step, mixed=mixed)
         if self.scheduler is None:
             self._compiled = self.programs.compilations
             self.scheduler = Scheduler(self.programs, self.seed, sampler, self.clock)
         elif self.scheduler.device.sampler is not sampler:
             self.scheduler.adopt(sampler)
-        return self.scheduler.submit(requests, environment, options or RunOptions())
+        return self.scheduler.submit(requests, environment, options)
 
     def advance(self, timeout_s: float = math.inf) -> list[tuple[int, Trajectory]]:
         """(ticket, trajectory) of the rollouts that have finished; works until there are some, the time is over or
@@ -216,8 +227,9 @@ class Engine:
 
     def cut(self, ticket: int) -> Trajectory:
         """An unfinished rollout as it is now, with stop `cancelled`: a request with it as `resume` goes on from there.
-        The rollout itself goes on."""
-        return self.scheduler.cut(ticket)
+        The rollout itself goes on. One that has ended and that `advance` has yet to return, as it ended."""
+        ended = dict(self._finished + self.scheduler.finished)
+        return ended[ticket] if ticket in ended else self.scheduler.cut(ticket)
 
     def take_stats(self) -> RolloutStats:
         """What was counted since the last call, or since the pool was allocated."""
@@ -235,7 +247,9 @@ class Engine:
 
     def release(self) -> RolloutStats:
         """Frees the pool, with the rollouts in flight; what was counted since the first of them."""
-        stats, self.scheduler, self._finished = self.stats, None, []
+        stats, scheduler, self.scheduler, self._finished = self.stats, self.scheduler, None, []
+        if scheduler is not None:
+            scheduler.abandon()
         return stats
 
     def run(
@@ -250,29 +264,70 @@ class Engine:
         freed at the end.
 
         Rows cut by the engine hold the tokens that they have. Turns are spans of tokens without text unless the
-        environment completes them; an unfinished turn is not among them.
+        environment completes them; an unfinished turn is not among them. An exception gives its rollouts up.
         """
-        check_requests(requests, self.config, self.programs.model.vocab_size)
+        options = options or RunOptions()
+        check_requests(requests, self.config, self.programs.model.vocab_size, options.key_step)
         compiled, stats = self.programs.compilations, RolloutStats()
         scheduler = self.scheduler or Scheduler(self.programs, self.seed, sampler, self.clock)
         before = scheduler.count_into(stats)
         if scheduler.device.sampler is not sampler:
             scheduler.adopt(sampler)
-        tickets = scheduler.submit(requests, environment, options or RunOptions())
+        tickets = scheduler.submit(requests, environment, options)
+        starts = [starting_point(scheduler.rows[ticket].request).length for ticket in tickets]
         trajectories: dict[int, Trajectory] = {}
-        while len(trajectories) < len(tickets):
-            for ticket, trajectory in scheduler.advance():
-                if ticket in tickets:
-                    trajectories[ticket] = trajectory
-                else:
-                    self._finished.append((ticket, trajectory))
-        scheduler.count_into(before)
+        try:
+            while len(trajectories) < len(tickets):
+                for ticket, trajectory in scheduler.advance():
+                    if ticket in tickets:
+                        trajectories[ticket] = trajectory
+                    else:
+                        self._finished.append((ticket, trajectory))
+        except BaseException:
+            scheduler.abandon(tickets)
+            scheduler.count_into(before.followed_by(scheduler.count_into(RolloutStats())))
+            raise
+        rows = [trajectories[ticket] for ticket in tickets]
+        if self.scheduler is not None:
+            stats, of_others = divided(stats, starts, rows)
+            scheduler.count_into(before.followed_by(of_others))
         stats.compilations = self.programs.compilations - compiled
-        return [trajectories[ticket] for ticket in tickets], stats
+        return rows, stats
+
+
+def divided(
+    stats: RolloutStats, starts: Sequence[int], rows: Sequence[Trajectory]
+) -> tuple[RolloutStats, RolloutStats]:
+    """(statistics of a batch, those of the rollouts that shared its pool). Rollouts, their stops and their tokens are
+    counted for each of the two. What concerns all rows of the pool, such as chunks, prefilled tokens and seconds, is
+    divided in proportion to the sampled tokens.
+
+    Args:
+        stats: Statistics of all of them while the batch ran.
+        starts: Length of each rollout of the batch before anything was sampled.
+        rows: The rollouts of the batch.
+    """
+    drawn = [row.policy_mask[start:] for start, row in zip(starts, rows, strict=True)]
+    sampled, stops = sum(int(mask.sum()) for mask in drawn), Counter(row.stop for row in rows)
+    share = sampled / stats.sampled_tokens if stats.sampled_tokens else 1.0
+    counts = {item.name: getattr(stats, item.name) for item in fields(stats)}
+    counts = {name: count for name, count in counts.items() if isinstance(count, int | float)}
+    batch = {
+        name: count * share if isinstance(count, float) else round(count * share) for name, count in counts.items()
+    }
+    batch |= {"rollouts": len(rows), "sampled_tokens": sampled, "observation_tokens": sum(map(len, drawn)) - sampled}
+    others = {name: count - batch[name] for name, count in counts.items()}
+    batch["cache_tokens"] = others["cache_tokens"] = stats.cache_tokens
+    batch["stops"] = {name: stops[name] for name in stats.stops}
+    others["stops"] = {name: count - stops[name] for name, count in stats.stops.items()}
+    by_shard = np.diff(np.rint(np.cumsum((0, *stats.shard_tokens)) * share)).astype(int).tolist()
+    batch["shard_tokens"] = tuple(by_shard)
+    others["shard_tokens"] = tuple(a - b for a, b in zip(stats.shard_tokens, by_shard, strict=True))
+    return RolloutStats(**batch), RolloutStats(**others)
 
 
 def check_requests(
-    requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int, *, mixed: bool = False
+    requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int, step: int = 0, *, mixed: bool = False
 ) -> None:
     """Refuses what could not be rolled out, before anything is computed. With `mixed`, ids carry numbers of adapters.
 
@@ -281,6 +336,7 @@ def check_requests(
     """
     if not any(request.count > 0 for request in requests):
         raise ValueError("no rollout requested: the group is empty; ask for at least one sample of one problem")
+    check_keys(requests, step)
     for index, request in enumerate(requests):
         name = f"request {index} (place {request.place}, {request.count} from sample {request.first_sample})"
         if request.prompt is None:

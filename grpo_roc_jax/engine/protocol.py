@@ -212,7 +212,7 @@ class RowEnvironment(Protocol):
     """Decides what happens after a turn; called on the thread that runs the engine.
 
     A row is one rollout. Rows are numbered in the order of the requests, all samples of a request before the next one.
-    `find_stop`, `goes_on`, `completed`, `seated`, `drawn` and `steering` are optional.
+    `abandoned`, `find_stop`, `goes_on`, `completed`, `seated`, `drawn` and `steering` are optional.
     """
 
     def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
@@ -227,6 +227,10 @@ class RowEnvironment(Protocol):
     def cancelled(self, row: int) -> bool | None:
         """The engine ended the row itself (deadline, overflow, early exit): stop its calls, drop their answers. False
         if a call may never have run, so that the policy missed no deadline."""
+
+    def abandoned(self, row: int) -> None:
+        """The rollouts were interrupted, and nobody takes this one: as `cancelled`, which is called where this is
+        missing."""
 
     def find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
         """How many of the ids drawn since the last call to keep, at least 1, when a stop text ends among them.

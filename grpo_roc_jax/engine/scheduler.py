@@ -17,7 +17,7 @@ import math
 import time
 from bisect import bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,24 @@ from grpo_roc_jax.engine.steering import RowSteering, steering_arrays
 from grpo_roc_jax.engine.table import FREE, Full, SlotTable, awaits_observation, starting_point
 from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
+
+
+def check_keys(requests: Sequence[RolloutRequest], step: int) -> None:
+    """Refuses two rollouts of one key: their draws, their calls and their environment would be the same.
+
+    Raises:
+        ValueError: Naming the two requests.
+    """
+    seen: dict[tuple[int, int, int], int] = {}
+    for index, request in enumerate(requests):
+        known = step if request.step is None else request.step
+        for sample in request.samples:
+            first = seen.setdefault((known, request.place, sample), index)
+            if first != index:
+                raise ValueError(
+                    f"requests {first} and {index} both ask for step {known}, place {request.place}, sample {sample}; "
+                    "give each problem of a call its own `place`, or let `first_sample` follow the samples before"
+                )
 
 
 def expand(
@@ -328,7 +346,8 @@ class Scheduler:
 
     def count_into(self, stats: RolloutStats) -> RolloutStats:
         """Counts into other statistics from now on; returns those before."""
-        before, self.stats, self.shard_tokens[:] = self.stats, stats, 0
+        before, self.stats = self.stats, stats
+        before.shard_tokens, self.shard_tokens[:] = tuple(map(int, self.shard_tokens)), stats.shard_tokens or 0
         self.device.stats = self.prompts.stats = stats
         return before
 
@@ -349,6 +368,21 @@ class Scheduler:
             self.end_early(slot, "cancelled")
         elif self.admission.withdraw(ticket):
             self._end_unadmitted(ticket, "cancelled")
+
+    def abandon(self, tickets: Collection[int] | None = None) -> None:
+        """Gives up unfinished rows, by default all: nobody takes them, and their environments drop what they hold."""
+        for ticket, row in list(self.rows.items()):
+            if tickets is not None and ticket not in tickets:
+                continue
+            environment, row.submission.cancel_policy = row.submission.environment, None
+            with suppress(Exception):  # it must not keep the others from theirs
+                getattr(environment, "abandoned", environment.cancelled)(row.index)
+            with suppress(Exception):  # the interrupt may have come in the middle of a round
+                if row.slot != FREE:
+                    self.finish(row.slot, "cancelled")
+                elif self.admission.withdraw(ticket):
+                    self._end_unadmitted(ticket, "cancelled")
+        self.finished = [pair for pair in self.finished if tickets is not None and pair[0] not in tickets]
 
     def _may_go_on(self) -> bool:
         """Whether rows can still be admitted, decode, or wait for an answer."""

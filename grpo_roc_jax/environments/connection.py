@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
+from grpo_roc_jax.tools.registry import TooLate, await_for
+
 T = TypeVar("T")
 
 
@@ -68,8 +70,8 @@ def outcome(ask: Callable[[], Coroutine[Any, Any, T]], limit_s: float, retries: 
     async def attempts() -> T:
         for left in reversed(range(1 + retries)):
             try:
-                return await asyncio.wait_for(ask(), limit_s)
-            except TimeoutError as error:
+                return await await_for(ask(), limit_s)
+            except TooLate as error:
                 failure = ConnectionError(f"no answer within {limit_s:g} s")
                 failure.__cause__ = error
             except Exception as error:

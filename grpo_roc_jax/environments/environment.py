@@ -68,7 +68,8 @@ class Environment:
         return 0.0
 
     def close(self) -> None:
-        """Releases what the episode holds; called once, whatever happened."""
+        """Releases what the episode holds; called once, whatever happened, unless the process that runs it is killed. A
+        rollout that was interrupted is closed without being asked for its reward."""
 
 
 OWN_METHODS = ("reset", "step", "get_reward", "close", "call_tool")

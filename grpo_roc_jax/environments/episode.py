@@ -5,6 +5,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -76,6 +77,8 @@ MOST_TEXT = 1 << 22
 INHERITED = (Environment.reset, Environment.step, Environment.get_reward, Environment.close)
 """Methods that do nothing; they need no thread."""
 THREADS = IdleThreads()
+SOON_S = 2.0
+"""Seconds that an operation has to end once its rollout was given up; then the environment is closed all the same."""
 
 
 def inherits(kind: Any, *names: str) -> bool:
@@ -109,6 +112,8 @@ class Episode:
         self._in_use = asyncio.Lock()
         self._thread: LeasedThread | None = None
         """Runs the functions of the environment; what one of them has opened may belong to its thread."""
+        self._given_up = False
+        """Whether nothing but `close` may be called any more."""
 
     def never_waits(self, operation: str, arguments: Sequence[Any]) -> bool:
         """Whether a turn or the end runs no code of the user's: then its coroutine ends without a loop that runs it."""
@@ -135,7 +140,8 @@ class Episode:
                 text = await self._call(environment.reset, **accepted(environment.reset, row_of(own)))
             return checked_text(text, "reset")
 
-        return await self._answer(begin, Exception, "reset")
+        async with self._in_use:
+            return await self._answer(begin, Exception, "reset")
 
     async def play(self, turn: Turn, given: Sequence[ToolResult | None]) -> Answer:
         """Runs the calls of a turn that have no result yet, then asks the environment.
@@ -201,10 +207,19 @@ class Episode:
         async with self._in_use:
             answer = await self._answer(paid, (ToolUnavailable, ConnectionError), "get_reward")
             await self._close()
-            self.release()
         return answer
 
-    def release(self) -> None:
+    async def release(self) -> None:
+        """Closes the environment without asking for its reward, after an operation that ends within `SOON_S`."""
+        self._given_up = True
+        async with AsyncExitStack() as stack:
+            try:
+                await asyncio.wait_for(stack.enter_async_context(self._in_use), SOON_S)
+            except TimeoutError:
+                self._release_thread()  # it runs the operation, so `close` gets another one
+            await self._close()
+
+    def _release_thread(self) -> None:
         """Gives the thread of the episode back once what it runs has ended."""
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -232,7 +247,8 @@ class Episode:
     def _worded(self, result: ToolResult) -> ToolResult:
         """The result with its observation."""
         config = self._settings.tools
-        result = replace(result, echo=cut(result.echo, config.output_kb << 10))
+        echo = cut(result.echo, config.output_kb << 10)
+        result = replace(result, echo=echo, truncated=result.truncated or echo != result.echo)
         return replace(result, observation=observe(result, "", config))
 
     async def _answer(self, operation: Callable[[], Any], again: Any, name: str) -> Answer:
@@ -263,14 +279,20 @@ class Episode:
         return Answer(**fields, retries=retries)
 
     async def _close(self) -> None:
+        """Closes the environment, if there is one, and gives its thread back."""
         environment, self._environment = self._environment, None
         if isinstance(environment, Environment):
-            try:
-                await self._call(environment.close)
-            except Exception:  # it is over either way
-                return
+            with suppress(Exception):  # it is over either way
+                await self._value(environment.close)
+        self._release_thread()
 
     async def _call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        """The value of a function of the environment; see `_value`."""
+        if self._given_up:
+            raise RuntimeError("its rollout was given up")
+        return await self._value(function, *arguments, **named)
+
+    async def _value(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """The value of a coroutine function, or of another one, which runs on the thread of the episode. One that is
         late is abandoned with its thread."""
         limit_s = self._settings.choice.timeout_s
@@ -304,7 +326,7 @@ class Episode:
         try:
             value = await await_for(future, limit_s)
         except TooLate:
-            self.release()
+            self._release_thread()
             raise
         return await await_for(value, limit_s) if inspect.isawaitable(value) else value
 

@@ -86,6 +86,9 @@ class Episodes:
                     self._call(key, OPEN_PARTS, "open", *wanted[key])
                 elif key in wanted:  # others are left from a run that was interrupted
                     answers[key] = answer
+        for key, answer in answers.items():
+            if answer.failure is not None:
+                self.drop(key)
         return answers
 
     def play(self, key: str, turn: Turn, given: Sequence[ToolResult | None]) -> Answer | None:
@@ -96,6 +99,11 @@ class Episodes:
     def end(self, key: str) -> Answer | None:
         """Starts the end of an episode: its reward, then it is closed. The answer as from `play`."""
         return self._call(key, END_PARTS, "end")
+
+    def drop(self, key: str) -> None:
+        """Closes the environment of an episode whose reward nobody needs; what it does is not answered any more."""
+        self._awaited.pop(key, None)
+        self._host.call(key, "drop")
 
     def awaits(self, key: str) -> bool:
         """Whether an operation of this episode has not ended."""
@@ -124,7 +132,7 @@ class Episodes:
         return answers
 
     def close(self) -> None:
-        """Ends all episodes and what runs them."""
+        """Closes the environments that are left, and ends what runs them."""
         self._host.close()
 
     def limit_s(self, parts: int) -> float:

@@ -14,9 +14,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pickle import PicklingError
@@ -29,6 +30,8 @@ from grpo_roc_jax.environments.failure import plain_failure
 BLOCKING = 256
 """Calls that block in threads of one loop at a time (`asyncio.to_thread`). Python's own bound is four more than there
 are processors: rollouts beyond it would wait for each other's answers."""
+CLOSE_S = 5.0
+"""Seconds that environments have to close when their host ends."""
 
 
 class HostLost(ConnectionError):
@@ -45,20 +48,21 @@ class HeldSettings(Protocol):
 
     def prepare(self) -> tuple[Callable[[], Any], bool]:
         """(what makes an episode, whether its `open` runs no code of the user's). An episode has a coroutine function
-        for each operation, `never_waits(operation, arguments)`, and `release`, which gives up what it holds."""
+        for each operation, `never_waits(operation, arguments)`, and `release`, which gives up what it holds and returns
+        what to await until that is done, if anything."""
 
 
 class EpisodeHost(Protocol):
     """Runs the operations of episodes; thread-safe."""
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
-        """Starts an operation (`open`, `play`, `end`) of the episode of that key."""
+        """Starts an operation of the episode of that key: `open`, `play`, `end`, or `drop`, which releases it."""
 
     def abandon(self, key: str) -> None:
         """Nothing came of an operation of this episode: kill what runs it, if it can be killed."""
 
     def close(self) -> None:
-        """Ends everything."""
+        """Releases the episodes that are left, within `CLOSE_S`, and ends everything."""
 
 
 class ThreadHost:
@@ -69,6 +73,8 @@ class ThreadHost:
         self._episodes: dict[str, Any] = {}
         self._last: dict[str, Future[Answer]] = {}
         """Operations that the loop runs, the last one of each episode."""
+        self._leaving: set[Future[Answer]] = set()
+        """Those of them that release an episode."""
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(BLOCKING, thread_name_prefix="blocking"))
         threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
@@ -81,32 +87,41 @@ class ThreadHost:
             return future
         self._last[key] = future = asyncio.run_coroutine_threadsafe(work, self._loop)
         future.add_done_callback(lambda done: self._last.pop(key) if self._last.get(key) is done else None)
+        if operation == "drop":
+            self._leaving.add(future)
+            future.add_done_callback(self._leaving.discard)
         return future
 
     def abandon(self, key: str) -> None:
-        self._loop.call_soon_threadsafe(self._drop, key)
-
-    def _drop(self, key: str) -> None:
-        if (episode := self._episodes.pop(key, None)) is not None:
-            episode.release()
+        self.call(key, "drop")
 
     def close(self) -> None:
+        for key in {*self._episodes, *self._last}:
+            self.call(key, "drop")
+        wait(list(self._leaving), CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _never_waits(self, key: str, operation: str, arguments: tuple) -> bool:
-        if operation == "open":
-            return self._opens_at_once
         episode = self._episodes.get(key)
+        if operation in ("open", "drop"):
+            return episode is None and (self._opens_at_once or operation == "drop")
         return episode is None or episode.never_waits(operation, arguments)
 
     async def _run(self, key: str, operation: str, arguments: tuple) -> Answer:
+        before = self._episodes.pop(key, None) if operation in ("open", "drop") else None
         if operation == "open":
-            self._drop(key)
             self._episodes[key] = self._make()
-        episode = self._episodes.get(key) if operation != "end" else self._episodes.pop(key, None)
+        episode = self._episodes.get(key)
+        if before is not None and (released := before.release()) is not None:
+            await released
+        if operation == "drop":
+            return Answer()
         if episode is None:
             return Answer(failure=plain_failure("its process", "the environment is gone: its process ended"))
-        return await getattr(episode, operation)(*arguments)
+        answer = await getattr(episode, operation)(*arguments)
+        if operation == "end" and self._episodes.get(key) is episode:
+            del self._episodes[key]
+        return answer
 
 
 def finished(work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -152,8 +167,11 @@ class WorkerProcess:
                 f"environment {', '.join(settings.passed)} cannot be sent to another process ({error}); name it by its "
                 "path"
             ) from error
-        for part in (self._read, self._watch):
-            threading.Thread(target=part, daemon=True, name="environment-process").start()
+        self._reader, watch = (
+            threading.Thread(target=part, daemon=True, name="environment-process") for part in (self._read, self._watch)
+        )
+        self._reader.start()
+        watch.start()
 
     def call(self, *words: Any) -> "Future[Answer]":
         future: Future[Answer] = Future()
@@ -191,7 +209,15 @@ class WorkerProcess:
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         self._socket.shutdown(socket.SHUT_RDWR)
 
-    def end(self) -> None:
+    def leave(self) -> None:
+        """Lets the process close its environments and end."""
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Kills the process, unless it ends within these seconds."""
+        if patience_s:
+            self._reader.join(patience_s)
         if not self.lost:
             end_group(self.process)
 
@@ -207,11 +233,11 @@ class WorkersHost:
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
         with self._mutex:
-            if operation == "open":
+            if operation == "open" and key not in self._homes:
                 loads = Counter(self._homes.values())
                 self._homes[key] = min(range(len(self.workers)), key=lambda i: loads[i])
-            home = self._homes.get(key, 0) if operation != "end" else self._homes.pop(key, 0)
-            if self.workers[home].lost:
+            home = self._homes.pop(key, 0) if operation in ("end", "drop") else self._homes.get(key, 0)
+            if self.workers[home].lost and operation != "drop":
                 self.workers[home] = self._start()
             return self.workers[home].call(key, operation, arguments)
 
@@ -222,8 +248,11 @@ class WorkersHost:
                 self.workers[home].end()
 
     def close(self) -> None:
+        due_s = time.monotonic() + CLOSE_S
         for worker in self.workers:
-            worker.end()
+            worker.leave()
+        for worker in self.workers:
+            worker.end(max(0.0, due_s - time.monotonic()))
 
 
 class WorkerActor:
@@ -243,8 +272,15 @@ class WorkerActor:
     def call(self, *words: Any) -> "Future[Answer]":
         return self._actor.call.remote(*words).future()
 
-    def end(self) -> None:
+    def leave(self) -> None:
+        """Lets the actor close its environments."""
+        self._left = self._actor.close.remote()
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Kills the actor; after `leave` once it has closed its environments, or after these seconds."""
         self.lost = True  # another actor takes its place, since this one may answer until it is killed
+        if patience_s:
+            self._ray.wait([self._left], timeout=patience_s)
         self._ray.kill(self._actor)
 
 
@@ -257,6 +293,10 @@ class HostActor:
     def call(self, key: str, operation: str, arguments: tuple) -> Answer:
         """The answer of one operation."""
         return self._host.call(key, operation, *arguments).result()
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._host.close()
 
 
 def make_host(
@@ -275,7 +315,7 @@ def make_host(
 
 
 def main(descriptor: int) -> None:
-    """Serves the other end of a connection until it is closed."""
+    """Serves the other end of a connection until it is closed or a signal asks this process to end."""
     link, mutex = Connection(descriptor), threading.Lock()
     host = ThreadHost(link.recv())
 
@@ -285,14 +325,18 @@ def main(descriptor: int) -> None:
                 link.send((number, future.result()))
             except Exception as error:  # it raised, or holds what no other process can read
                 failure = plain_failure("its answer", f"{type(error).__name__}: {error}")
-                link.send((number, Answer(failure=failure)))
+                with suppress(OSError):  # nobody reads any more
+                    link.send((number, Answer(failure=failure)))
 
-    while True:
-        try:
+    for ends in (signal.SIGTERM, signal.SIGUSR1):  # a job's end is announced to all of its processes
+        signal.signal(ends, lambda *_: sys.exit())
+    try:
+        while True:
             number, key, operation, arguments = link.recv()
-        except EOFError:
-            os.killpg(os.getpid(), signal.SIGKILL)  # threads that hang, and what environments have started, end too
-        host.call(key, operation, *arguments).add_done_callback(lambda future, n=number: send(n, future))
+            host.call(key, operation, *arguments).add_done_callback(lambda future, n=number: send(n, future))
+    except (EOFError, OSError, SystemExit):
+        host.close()
+        os.killpg(os.getpid(), signal.SIGKILL)  # threads that hang, and what environments have started, end too
 
 
 if __name__ == "__main__":

@@ -92,14 +92,14 @@ def published_config(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise GgufError(f"{header.file}: the architecture {architecture!r} is not supported; known are {known}")
-    if header.metadata.get("split.count", 1) > 1:
+    if header.metadata.get("split.count", 1) not in (0, 1):
         raise GgufError(
             f"{header.file} is one of {header.metadata['split.count']} parts; join them (llama-gguf-split --merge)"
         )
     stated = _stated(header, architecture)
-    for key in _KEYS:
-        if isinstance(stated.get(key), list):
-            raise GgufError(f"{header.file}: {architecture}.{key} = {stated[key]}; must be one number for all layers")
+    for key in (*_KEYS, *_MORE_KEYS.get(architecture, {}), *(f"rope.scaling.{key}" for key in _SCALING)):
+        if type(stated.get(key, 0)) not in (int, float):
+            raise GgufError(f"{header.file}: {architecture}.{key} = {stated[key]!r}; must be one number for all layers")
     if stated.pop("attention.causal", True) is False:
         raise GgufError(
             f"{header.file}: {architecture}.attention.causal = False; this model reads a text in both directions, and "
@@ -144,7 +144,7 @@ def _stated(header: Header, architecture: str) -> dict[str, Any]:
 def _head_width(stated: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The width of a head; takes the keys that agree with it from `stated`."""
     width = stated.get("attention.key_length") or stated.get("rope.dimension_count")
-    width = width or config["hidden_size"] // config["num_attention_heads"]
+    width = width or config["hidden_size"] // (config["num_attention_heads"] or 1)  # 0 is refused later
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         for name in (key, f"{key}_swa"):
             if stated.get(name) == width:
@@ -156,11 +156,13 @@ def _gemma(stated: dict[str, Any], config: Mapping[str, Any], architecture: str)
     settings: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
     if config["num_hidden_layers"] == _LARGEST_GEMMA[architecture]:
         settings["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
-    layers = range(config["num_hidden_layers"])
-    pattern = stated.pop("attention.sliding_window_pattern", None)
+    layers = range(min(int(config["num_hidden_layers"]), 10_000))  # more, or a part of one, are refused later
+    pattern = stated.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list | int):  # any other value is refused by name
+        del stated["attention.sliding_window_pattern"]
     if isinstance(pattern, list):
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
-    elif pattern is not None:  # every n-th layer has no window; 0: each has one
+    elif isinstance(pattern, int):  # every n-th layer has no window; 0: each has one
         whole = [bool(pattern) and (i + 1) % pattern == 0 for i in layers]
         settings["layer_types"] = ["full_attention" if each else "sliding_attention" for each in whole]
     elif "sliding_window" not in config:  # a Gemma 3 without windows, of which llama.cpp's converter says no width

@@ -5,7 +5,8 @@ The rules of each kind of tokenizer are those of transformers, which reads the s
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_roc_jax.gguf_files.header import GgufError, Header
@@ -46,7 +47,7 @@ def tokenizer_files(header: Header) -> dict[str, str]:
     """Name -> content of the tokenizer's files; those of the template alone for a file without a vocabulary.
 
     Raises:
-        GgufError: a kind of tokenizer that is not supported.
+        GgufError: a kind of tokenizer that is not supported, or a value of another type.
     """
     fields = _Fields(header)
     files = {"chat_template.jinja": fields.template} if isinstance(fields.template, str) else {}
@@ -86,10 +87,38 @@ _NAMED = {
 }
 
 
+def _each(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(item) in kinds for item in value)
+
+
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    r"ggml\.(model|pre)|chat_template(\..+)?": ("a text", lambda value: isinstance(value, str)),
+    r"ggml\.(tokens|merges)|chat_templates": ("a list of texts", _each(str)),
+    r"ggml\.token_type": ("a list of whole numbers", _each(int)),
+    r"ggml\.scores": ("a list of numbers", _each(int, float)),
+    r"ggml\..+_token_id": ("a whole number", lambda value: type(value) is int),
+    r"ggml\.add_.+": ("true or false", lambda value: isinstance(value, int)),
+}
+"""Pattern of the keys below `tokenizer` that are read here -> what their value must be, and whether it is."""
+
+
+def _check_types(header: Header) -> None:
+    """Refuses metadata of a tokenizer that have another type.
+
+    Raises:
+        GgufError: The message names the key and its value.
+    """
+    for key, value in header.metadata.items():
+        for pattern, (kind, fits) in _TYPES.items():
+            if re.fullmatch(rf"tokenizer\.({pattern})", key) and not fits(value):
+                raise GgufError(f"{header.file}: {key} = {value!r:.100}; must be {kind}")
+
+
 class _Fields:
     """What the metadata say of a tokenizer."""
 
     def __init__(self, header: Header):
+        _check_types(header)
         self._metadata = header.metadata
         self.file = header.file
         self.architecture: str = header.metadata.get("general.architecture", "")

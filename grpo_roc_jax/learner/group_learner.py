@@ -1,7 +1,7 @@
 """The learner of a method: selected groups in, an updated policy out. A run makes one of these.
 
-batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh train, batches, metrics =
-learner.update(run, batches)
+    batches = learner.batches(groups, explained, run)         # scores, rows, packed on the mesh
+    train, batches, metrics = learner.update(run, batches)
 
 `learner.learner` has the policy with its programs. This module adds what a method needs: scores under other policies,
 advantages and weights, rows rebuilt between optimizer steps, and the reference policy.

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import held_bytes
 from grpo_roc_jax.learner.pack import (
@@ -116,8 +117,11 @@ class Learner:
             in_parts: Makes each micro-batch a program of its own, so that rollouts can continue between them.
 
         Raises:
-            ValueError: A row can be longer than `batch.row_length`.
+            ValueError: A row can be longer than `batch.row_length`, or `params` are those of another model.
+            TypeError: `model` or `surrogate` is of another type, such as a name or a class.
         """
+        checks.expect(model, ModelConfig, "model", "a ModelConfig, the shape of the policy")
+        checks.expect(surrogate, Surrogate | None, "surrogate", "a Surrogate, such as Clip()")
         self.model, self.surrogate, self.optim = model, surrogate or Clip(), optim or OptimConfig()
         self.mesh = make_mesh(ShardingConfig(), jax.devices()[:1]) if mesh is None else mesh
         self.batch, self.update_config = batch or BatchConfig(), update or UpdateConfig()
@@ -139,7 +143,8 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """The current parameters of the policy, in the form that a sampler takes.
+        """The current parameters of the policy, in the form that a sampler takes. The next `update` deletes their
+        arrays; what shall stay is copied before: `jax.tree.map(jnp.copy, learner.params)`.
 
         Raises:
             ValueError: The learner was made without parameters.
@@ -149,7 +154,7 @@ class Learner:
         return self.full(self.state.params)
 
     def update(self, rows: Sequence[TrainRow]) -> Metrics:
-        """Takes one optimizer step on these rows and returns its metrics.
+        """Takes one optimizer step on these rows and returns its metrics. It deletes the arrays of `params` before it.
 
         Args:
             rows: From `train_rows`. Pass all rows of one optimizer step, since their weights contain its normalizer.
@@ -207,6 +212,7 @@ class Learner:
         `temperature` applies to rows without one of their own. Unless all are that of the learner, the batch holds one
         for every token, and the programs compile for such batches at the first one.
         """
+        rows = checks.listed(rows, TrainRow, "rows", "a list of TrainRows, such as [row]")
         both = [*rows, *extra]
         for index, row in enumerate(both):
             if row.length and not 0 <= row.tokens.min() <= row.tokens.max() < (self.model.vocab_size or math.inf):
@@ -220,7 +226,7 @@ class Learner:
         packed, placement = pack(both, self.batch, self.micro_batches, row_shards(self.mesh), row_temperature)
         signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
         packed = packed.replace(weights=spoiled("update.weights", packed.weights))
-        return UpdateBatch(list(rows), shard_batch(packed, self.mesh), placement, temperature, signal)
+        return UpdateBatch(rows, shard_batch(packed, self.mesh), placement, temperature, signal)
 
     def score_rows(
         self, params: Any, rows: Sequence[TrainRow], temperature: float, score_batch: Callable | None = None

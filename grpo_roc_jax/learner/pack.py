@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import numpy as np
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
@@ -90,8 +91,7 @@ class TrainBatch:
     """Token weight times the global normalizer, so that the loss is a plain sum over micro-batches and devices."""
     ratio_segments: Int[Array, "M R T"]
     """Tokens of a row with the same number (0..T-1) share an importance ratio; trajectories never share one. Padding
-    has 0
-    and is masked out."""
+    has 0 and is masked out."""
     logprobs_ref: Float[Array, "M R T"]
     count: Int[Array, ""]
     temperatures: Float[Array, "M R T"] | None = None
@@ -150,6 +150,7 @@ def worst_case_micro_batches(trajectories: int, longest: int, config: BatchConfi
     Raises:
         ValueError: One trajectory can be longer than a row.
     """
+    checks.check_count("longest", longest, 1)
     if longest > config.row_length:
         raise ValueError(
             f"a trajectory may have {longest} tokens but batch.row_length = {config.row_length}; raise "

@@ -18,6 +18,7 @@ from annotated_types import Ge, Lt
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, loss_metrics, merge_sums, policy_logprobs
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.surrogate import Surrogate
@@ -281,7 +282,8 @@ def start_train_state(
     donate: bool = False,
 ) -> TrainState:
     """The state at step 0 with given parameters (a published checkpoint, or SFT before RL). Copies them, unless
-    `donate` is true."""
+    `donate` is true. Refuses those of another model."""
+    checks.check_params(params, jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora)))
     optimizer = make_optimizer(optim)
     shardings = state_shardings(model, optim, mesh, lora)
 

@@ -295,9 +295,7 @@ class Whiten(Adjustment):
         values = np.concatenate([np.asarray(a, np.float64) for a in advantages]) if advantages else np.zeros(0)
         weights = np.ones(len(values))
         if self.over == "token" and len(values):
-            weights = np.concatenate([features_of_group.lengths for features_of_group in batch.features]).astype(
-                np.float64
-            )
+            weights = np.concatenate([f.lengths for f in batch.features]).astype(np.float64)
         return self._standardized(advantages, values, weights)
 
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
@@ -318,8 +316,7 @@ class Whiten(Adjustment):
         return [(a - mean) / np.sqrt(variance + 1e-8) for a in advantages]
 
 
-# ---- OPO ------------------------------------------------------------------------------------------------------------
-# OPO: the length-weighted mean, the baseline of least variance. Source: arXiv:2505.23585.
+# ---- OPO: the length-weighted mean, the baseline of least variance (arXiv:2505.23585) -------------------------------
 
 
 @kind("length_weighted")
@@ -330,8 +327,7 @@ class LengthWeighted(Baseline):
         return rewards if flat(rewards) else float(features.lengths @ rewards / max(features.lengths.sum(), 1))
 
 
-# ---- pass@k ---------------------------------------------------------------------------------------------------------
-# Advantages of pass@k. Source: arXiv:2508.10751.
+# ---- pass@k (arXiv:2508.10751) --------------------------------------------------------------------------------------
 
 
 @kind("pass_at_k")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.method.advantage import Adjustment, Advantage
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.edit import take_trajectories
@@ -47,9 +48,16 @@ class Method(Protocol):
     method: MethodConfig
 
 
+SECTIONS = "plan resample shaping advantage weights surrogate"
+GROUPS = "a list of Groups, such as [group]"
+STATE = "an AlgoState: initial_state(config), or what next_state returned"
+SCORES = "Scores(*learner.score(scoring_rows(groups)))"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """Results of scoring passes over the trajectories of an optimizer step: float32[T] each, groups in order."""
+    """Results of scoring passes over the trajectories of an optimizer step: float32[T] each, groups in order.
+    `Scores(*learner.score(scoring_rows(groups)))` are those of the policy about to be updated."""
 
     logprobs: Sequence[np.ndarray] | None = None
     """Log-probabilities under the parameters about to be updated, in nats."""
@@ -114,6 +122,7 @@ def teacher_of(method: Method) -> Any:
 
 def initial_state(method: Method) -> AlgoState:
     """The state before the first step."""
+    checks.expect_sections(method, SECTIONS)
     return AlgoState(memory={name: v for part in method_parts(method) for name, v in part.initial_memory().items()})
 
 
@@ -121,15 +130,17 @@ def resample_group(group: Group, method: Method, rng: np.random.Generator) -> Se
     """Which of a problem's scored trajectories train, with a reason for each.
 
     Raises:
-        TypeError: `rng` is a seed, or something else that is no generator.
+        TypeError: `rng` is a seed, or something else that is no generator; or another argument is of another type.
     """
-    if not isinstance(rng, np.random.Generator):
-        raise TypeError(f"rng is {rng!r:.80} ({type(rng).__name__}); must be a generator: np.random.default_rng(0)")
+    checks.expect(group, Group, "group", "a Group, such as scorer(problem, trajectories) returns")
+    checks.expect_sections(method, "group resample")
+    checks.expect_generator(rng)
     return select_group(group, method.group.size, method.resample, rng)
 
 
 def subset(group: Group, selection: Selection) -> Group:
     """The group of the selected trajectories."""
+    checks.expect(selection, Selection, "selection", "what resample(group, config, rng) returned")
     return take_trajectories(group, selection.indices)
 
 
@@ -137,7 +148,7 @@ def scoring_rows(groups: Sequence[Group]) -> list[TrainRow]:
     """Rows for a scoring pass: weights and advantages 0, in the order of `train_rows`."""
     return [
         train_row(t, t.policy_mask, t.logprobs, np.zeros(t.length), np.zeros(t.length), "token", None)
-        for group in groups
+        for group in checks.listed(groups, Group, "groups", GROUPS)
         for t in group.trajectories
     ]
 
@@ -163,11 +174,14 @@ def train_rows(
 
     Raises:
         ValueError: A scoring pass that the method needs is missing.
+        TypeError: An argument is of another type.
     """
-    groups = list(groups)
-    if not groups:
+    checks.expect_sections(method, SECTIONS)
+    checks.expect(state, AlgoState, "state", STATE)
+    checks.expect(scores, Scores | None, "scores", SCORES)
+    groups, scores = checks.listed(groups, Group, "groups", GROUPS), scores or Scores()
+    if not any(group.size for group in groups):
         return []
-    scores = scores or Scores()
     _check_passes(method, groups, scores)
     trajectories = [t for group in groups for t in group.trajectories]
     old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in trajectories]
@@ -309,7 +323,9 @@ def next_state(
         state: State before the step.
         drift: By uid, how far the policy has moved from remembered samples; see `Part.earlier`.
     """
-    sampled, trained = list(sampled), list(trained)
+    checks.expect_sections(method, SECTIONS)
+    checks.expect(state, AlgoState, "state", STATE)
+    sampled, trained = (checks.listed(groups, Group, "groups", GROUPS) for groups in (sampled, trained))
     feature_list, parts = [features(group).attempts() for group in sampled], method_parts(method)
     uids, decay = [f.uid for f in feature_list], method.method.tracker_decay
     for part in parts:
@@ -340,23 +356,18 @@ def method_metrics(groups: Sequence[Group], method: Method, state: AlgoState, sc
 
 
 def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> None:
-    count = sum(group.size for group in groups)
-    asking = [part.prefix for part in method_parts(method) if part.needs_scores]
-    if asking and scores.logprobs is None:
-        raise ValueError(
-            f"{', '.join(asking)}: a scoring pass must come first; score scoring_rows(groups) and pass its "
-            "log-probabilities as scores"
-        )
-    asking = [part.prefix for part in method_parts(method) if part.needs_reference]
-    if asking and scores.reference is None:
-        raise ValueError(
-            f"{', '.join(asking)} needs log-probabilities under a reference; pass scores.reference, or leave it out"
-        )
-    if teacher_of(method) is not None and scores.teacher is None:
-        raise ValueError(f"{teacher_of(method).prefix} needs log-probabilities under a teacher; pass scores.teacher")
-    for name, given in (("scores", scores.logprobs), ("reference", scores.reference), ("teacher", scores.teacher)):
-        if given is not None and len(given) != count:
-            raise ValueError(f"{name} has {len(given)} arrays for {count} trajectories; pass one each, in order")
+    teacher_of(method)  # raises if there are two
+    for name, needs, message in (
+        ("logprobs", "needs_scores", f": a scoring pass must come first; pass scores={SCORES}"),
+        ("reference", "needs_reference", " needs log-probabilities under a reference; pass Scores(reference=...)"),
+        ("teacher", "needs_teacher", " needs log-probabilities under a teacher; pass Scores(teacher=...)"),
+    ):
+        asking = [part.prefix for part in method_parts(method) if getattr(part, needs)]
+        if asking and getattr(scores, name) is None:
+            raise ValueError(f"{', '.join(asking)}{message}")
+    lengths = [trajectory.length for group in groups for trajectory in group.trajectories]
+    for name, arrays in vars(scores).items():
+        checks.check_scores(name, arrays, lengths)
 
 
 def train_row(

@@ -10,10 +10,8 @@ from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, traits_of
 
 def take_trajectories(group: Group, indices: Iterable[int]) -> Group:
     """The group of the trajectories with these indices, in the order of `indices`."""
-    indices = list(indices)
-    return Group(
-        group.problem, tuple(group.trajectories[i] for i in indices), tuple(group.verdicts[i] for i in indices)
-    )
+    pairs = [(group.trajectories[i], group.verdicts[i]) for i in indices]
+    return Group(group.problem, tuple(t for t, _ in pairs), tuple(v for _, v in pairs))
 
 
 def revalued(verdict: Verdict, reward: float) -> Verdict:

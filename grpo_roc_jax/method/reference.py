@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.shapes import Array
 
 
@@ -38,8 +39,14 @@ def grpo_roc_loss(
         rng: Draws the failures that are kept.
         keep: G, rollouts of a problem that train.
     """
+    shape = np.shape(logprobs)
+    checks.check_shapes(shape, logprobs_old=logprobs_old, policy_mask=policy_mask)
+    checks.check_shapes(shape[:1], rollouts=rollouts)
+    checks.expect_generator(rng)
     total, tokens = jnp.zeros(()), 0
     for p, rollout in enumerate(rollouts):
+        checks.check_shapes(shape[1:2], **rollout)
+        rollout = {name: np.asarray(values) for name, values in rollout.items()}
         rewards, correct, calls, answers = (rollout[name] for name in ("rewards", "correct", "calls", "answers"))
         if np.ptp(rewards) == 0:
             continue  # equal rewards carry no signal
@@ -52,7 +59,8 @@ def grpo_roc_loss(
         cleanest = right[np.argsort(penalty[right], kind="stable")][: keep - failures]
         selected = np.sort(np.concatenate([cleanest, wrong[rng.permutation(len(wrong))][:failures]]))
         # Advantages within the kept group, then the clipped loss of each token.
-        advantages = (rewards[selected] - rewards[selected].mean()) / (rewards[selected].std(ddof=1) + 1e-6)
+        centered = rewards[selected] - rewards[selected].mean()
+        advantages = centered / (np.sqrt(centered @ centered / max(len(centered) - 1, 1)) + 1e-6)
         mask, a = policy_mask[p, selected], advantages[:, None]
         ratio = jnp.exp(jnp.where(mask, logprobs[p, selected] - logprobs_old[p, selected], 0.0))
         clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.method.features import Features, features, flat, text_compat
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, kind, settings
@@ -272,9 +273,12 @@ def select_roc(
         rng: Advanced by what is drawn.
 
     Raises:
-        ValueError: `correct` holds other numbers, such as rewards, or there are fewer than `keep`.
+        ValueError: `correct` holds other numbers, such as rewards, there are fewer than `keep`, or sizes differ.
     """
+    checks.expect(config, ResampleOnCorrect, "config", "the settings, such as ResampleOnCorrect()")
+    checks.expect_generator(rng)
     given, penalties = np.asarray(correct), np.asarray(penalties)
+    checks.check_shapes((given.size,), correct=given, penalties=penalties)
     correct = given.astype(bool)
     if (given != correct).any():
         raise ValueError(
@@ -288,8 +292,7 @@ def select_roc(
     return np.sort(np.concatenate([positive[order[:k_pos]], negative[drawn[:k_neg]]]))
 
 
-# ---- PODS -----------------------------------------------------------------------------------------------------------
-# PODS: the subset of rollouts with the largest reward variance. Source: arXiv:2504.13818.
+# ---- PODS: the subset of rollouts with the largest reward variance (arXiv:2504.13818) -------------------------------
 
 
 @kind("max_variance")
@@ -319,8 +322,7 @@ def split_variances(ascending: np.ndarray, keep: int) -> np.ndarray:
     return split(second) / keep - (split(first) / keep) ** 2
 
 
-# ---- the control arm of resampling on correct -----------------------------------------------------------------------
-# A random subset of the rollouts: the control arm of resampling on correct, at equal cost of sampling.
+# ---- a random subset: the control arm of resampling on correct, at equal cost of sampling ---------------------------
 
 
 @kind("uniform")

@@ -220,8 +220,7 @@ def clipped_surrogate(
     return loss
 
 
-# ---- clipped surrogates with a further cap --------------------------------------------------------------------------
-# Clipped surrogates with a further cap: dual clip (arXiv:1912.09729) and INTELLECT-2's delta (arXiv:2505.07291).
+# ---- further caps: dual clip (arXiv:1912.09729) and INTELLECT-2's delta (arXiv:2505.07291) --------------------------
 
 
 @kind("capped_clip")
@@ -245,8 +244,7 @@ class CappedClip(Clip):
             )
 
 
-# ---- CISPO ----------------------------------------------------------------------------------------------------------
-# CISPO: the clipped, detached ratio times the log-probability. Source: MiniMax-M1, arXiv:2506.13585, eq. 4.
+# ---- CISPO: the clipped, detached ratio times the log-probability (arXiv:2506.13585, eq. 4) -------------------------
 
 
 @kind("cispo")
@@ -276,8 +274,7 @@ def detached_ratio_loss(
     return -ratio * advantages * logprobs
 
 
-# ---- SAPO -----------------------------------------------------------------------------------------------------------
-# SAPO: a smooth gate instead of a clip. Source: arXiv:2511.20347.
+# ---- SAPO: a smooth gate instead of a clip (arXiv:2511.20347) -------------------------------------------------------
 
 
 @kind("sapo")
@@ -294,8 +291,7 @@ class Sapo(RatioSurrogate):
         return -4.0 / tau * jax.nn.sigmoid(tau * (jnp.exp(logratio) - 1.0)) * advantages
 
 
-# ---- GMPO -----------------------------------------------------------------------------------------------------------
-# GMPO: the geometric mean of clipped token ratios. Source: arXiv:2507.20673.
+# ---- GMPO: the geometric mean of clipped token ratios (arXiv:2507.20673) --------------------------------------------
 
 
 @kind("geometric")

@@ -138,11 +138,15 @@ class StageProgress:
     values: tuple[tuple[float, ...], ...] = ()
     """The values that each condition of `until` has read since the stage began."""
 
+    def read_by(self, stage: Stage) -> tuple[tuple[float, ...], ...]:
+        """`values` for the conditions of its stage; none if a resumed run gave it more or fewer of them."""
+        return self.values if len(self.values) == len(stage.until) else ((),) * len(stage.until)
+
     def observed(self, stage: Stage, metrics: Mapping[str, float]) -> "StageProgress":
         """The progress with the values that the conditions of its stage read from the metrics of a step or an
         evaluation."""
         readings = [condition.value(metrics) for condition in stage.until]
-        pairs = zip(self.values, readings, strict=True)
+        pairs = zip(self.read_by(stage), readings, strict=True)
         more = tuple(values if new is None or not np.isfinite(new) else (*values, float(new)) for values, new in pairs)
         return replace(self, values=more)
 
@@ -151,7 +155,7 @@ class StageProgress:
         if not 0 <= self.index < len(stages):
             return self.index + 1
         stage = stages[self.index]
-        met = [condition.met(values) for condition, values in zip(stage.until, self.values, strict=True)]
+        met = [condition.met(values) for condition, values in zip(stage.until, self.read_by(stage), strict=True)]
         return self.index + (step - self.began >= stage.steps or (bool(met) and all(met)))
 
     def to_json(self) -> dict[str, Any]:

@@ -164,9 +164,7 @@ def ratio_segments(trajectory: Trajectory, level: str) -> np.ndarray:
     return segments
 
 
-# ---- How far the sampler's probabilities are from the trainer's: ratios at three levels, and their figures in the metr
-# How far the sampler's probabilities are from the trainer's: ratios at three levels, and their figures in the metrics.
-#
+# ---- the gap between sampler and trainer: ratios at three levels, and their figures in the metrics -------------------
 # With m = scored - recorded log-probability of a token, the ratio x is e^m (`token`), e^(sum m) of a trajectory
 # (`product`) or e^(mean m) (`geometric`). The kinds of `mismatch` and `rejection` turn it into weights.
 
@@ -259,8 +257,6 @@ class SamplerGap(Factor):
 
 
 # ---- truncated and masked importance weights ------------------------------------------------------------------------
-# Importance weights for a sampler whose probabilities differ from the trainer's, truncated or masked.
-#
 # TIS and MIS are as in verl (`rollout_corr_helper`), TRL and NeMo-RL; `sampler_gap` says what the ratio is at each
 # level. Products decay with length, and geometric means lie close to 1, so each level needs bounds of its own.
 

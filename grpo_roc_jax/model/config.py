@@ -333,7 +333,8 @@ class ModelConfig:
     the hub, or `package:NAME` of an installed package that carries one. Its configuration then gives every field below
     except `compute_dtype`; setting one to something else is refused. Empty: random parameters of the shape below."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of that `config.json` which are unknown here and known to change nothing; others are refused by name."""
+    """Keys of that `config.json` which are unknown here and known to change nothing; others are refused by name.
+    `rope_scaling.KEY` is a parameter of the rotary rescaling."""
     d_model: Width = 64
     """Width of the residual stream."""
     layers: Layers = 2

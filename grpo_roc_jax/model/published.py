@@ -83,7 +83,7 @@ _COMMON = frozenset(" ".join(_WITHOUT_EFFECT.values()).split())
 _NOTED = re.compile("|".join(" ".join(_SELDOM.values()).split()))
 
 _MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
-"""Values under which an unknown key enables nothing."""
+"""Values under which an unknown key enables nothing; `_refuse_not_causal` has the keys that are true by default."""
 
 
 def without_effect(key: str) -> str:
@@ -135,6 +135,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     published = text_part(published)
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
+    _refuse_not_causal(published, family)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
     mixes = family.has_experts and (family.model_type != "gemma4_text" or bool(published.get("enable_moe_block")))
     experts = _experts(published, family) if mixes else DenseFeedForward()
@@ -159,8 +160,9 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         windows=_recurrent(published, family) or windows,
         experts=experts,
     )
+    fields |= _stated(published, family)
     try:
-        config = ModelConfig(**fields | _stated(published, family))
+        config = ModelConfig(**fields)
     except ValueError as error:
         raise UnsupportedModelError(f"config.json of a {family.architecture}: {describe_error(error)}") from error
     for key in family.unused:
@@ -181,6 +183,7 @@ class _Keys:
     def __init__(self, config: Json, family: Family, ignore_keys: Sequence[str]):
         self._config = {**(family.defaults or {}), **config}
         self._family = family
+        self._ignored = frozenset(ignore_keys)
         self._read = set(ignore_keys) | _READ_TOGETHER | {key for key in config if without_effect(key) == "silent"}
         for key, value in (family.required or {}).items():
             self._read.add(key)
@@ -199,6 +202,10 @@ class _Keys:
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(key)
         return self._config.get(key, default)
+
+    def ignores(self, key: str) -> bool:
+        """Whether the settings say that a key has no effect."""
+        return key in self._ignored
 
     def peek(self, key: str) -> Any:
         """The value of a key, which still counts as not read."""
@@ -224,6 +231,17 @@ class _Keys:
         return without_effect(key) == "noted"
 
 
+def _refuse_not_causal(published: _Keys, family: Family) -> None:
+    """Refuses a model whose tokens attend to later ones. These keys are true by default, so false is not neutral."""
+    for key in ("is_causal", "causal"):
+        value = published.get(key, True)
+        if value is not True and not published.ignores(key):
+            raise UnsupportedModelError(
+                f"config.json of a {family.architecture}: {key} = {value!r}; this model reads a text in both "
+                "directions, and only causal ones can be trained here"
+            )
+
+
 def _width_key(family: Family) -> str:
     """The key of the width of a feed-forward, or of an expert."""
     if family.model_type == "granitemoehybrid":
@@ -236,7 +254,7 @@ def _stated(published: _Keys, family: Family) -> dict[str, Any]:
     """Fields that some architectures imply and others state."""
     fields: dict[str, Any] = {}
     if "activation" not in (family.fixed or {}):
-        fields["activation"] = _activation(published, "hidden_activation" if family.gemma else "hidden_act")
+        fields["activation"] = _activation(published, family)
     if family.states_bias:
         fields["qkv_bias"] = bool(published.get("attention_bias", False))
     if family.model_type == "glm4_moe":
@@ -252,8 +270,9 @@ def note(text: str) -> None:
     log.warning(text)
 
 
-def _activation(published: _Keys, key: str) -> str:
-    name = published.get(key) or "silu"
+def _activation(published: _Keys, family: Family) -> str:
+    key = "hidden_activation" if family.gemma else "hidden_act"
+    name = published[key] if family.gemma else published.get(key) or "silu"
     if name not in _ACTIVATIONS:
         known = " or ".join(_ACTIVATIONS)
         raise UnsupportedModelError(f"config.json: {key} = {name!r} is not supported; must be {known}")
@@ -535,6 +554,21 @@ def _gated_delta(published: _Keys) -> GatedDelta:
 def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     """(theta, theta of layers with a window or 0, rescaling), from `rope_parameters` (transformers 5) or from
     `rope_theta` and `rope_scaling` (4)."""
+    parameters, theta, local = _rope_parameters(published, family)
+    kind, scaling = _rescaling(published, family, parameters)
+    if family.model_type == "olmo3":  # only layers without a window are rescaled
+        local = 0.0 if kind == "default" and local in (0.0, theta) else local or theta
+    if kind == "default":
+        return float(theta), float(local or 0), NoRopeScaling()
+    missing = set(_ROPE_SCALINGS[kind]) - set(scaling) - _OPTIONAL
+    if missing:
+        raise UnsupportedModelError(f"config.json: the rotary rescaling {kind!r} lacks {', '.join(sorted(missing))}")
+    parameters_read = {field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items() if key in scaling}
+    return float(theta), float(local or 0), RopeScaling.kinds[kind](**parameters_read)
+
+
+def _rope_parameters(published: _Keys, family: Family) -> tuple[dict[str, Any], float, float]:
+    """(what is stated of the rescaling, theta, theta of layers with a window or 0)."""
     parameters = published.get("rope_parameters") or {}
     olmo, gemma3 = family.model_type == "olmo3", family.model_type in ("gemma3_text", "gemma4_text")
     theta, local = published.get("rope_theta"), published.get("rope_local_base_freq") if gemma3 else 0.0
@@ -553,16 +587,23 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
             f"config.json of a {family.architecture} has no rope_parameters, for which transformers takes YaRN; state "
             "them, as in {'rope_type': 'default', 'rope_theta': 10000.0}"
         )
-    # The sections of a vision-language model differ in the positions of images only.
-    scaling = {key: value for key, value in (parameters or scaling).items() if not key.startswith("mrope_")}
-    theta = scaling.pop("rope_theta", theta)
+    stated = dict(parameters or scaling)
+    theta = stated.pop("rope_theta", theta)
     if theta is None:
         raise UnsupportedModelError("config.json has no rope_theta, neither at the top level nor in rope_parameters")
-    share = scaling.get("partial_rotary_factor", 1.0)
-    scaling.pop("partial_rotary_factor", None) if share == 1.0 or family.partly_rotary else None
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    kind = "default" if kind == "mrope" else kind
-    scaling.pop("type", None)
+    return stated, theta, local
+
+
+def _rescaling(published: _Keys, family: Family, parameters: Json) -> tuple[str, dict[str, Any]]:
+    """(kind of the rotary rescaling, its parameters), complete as far as others determine them.
+
+    Raises:
+        UnsupportedModelError: The kind or a parameter is not known.
+    """
+    kind = _rescaling_kind(parameters)
+    scaling = {key: v for key, v in parameters.items() if not (key in _KIND_KEYS or _is_neutral(kind, key, v))}
+    if scaling.get("partial_rotary_factor") == 1.0 or family.partly_rotary:
+        scaling.pop("partial_rotary_factor", None)
     if family.model_type == "ministral3":
         for key in ("llama_4_scaling_beta", "max_position_embeddings"):
             scaling.pop(key, None)
@@ -578,31 +619,42 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
         scaling["original_max_position_embeddings"] = first  # also where the rescaling states another one
     if kind == "longrope":
         _complete_longrope(published, scaling)
-    if kind not in _ROPE_SCALINGS or set(scaling) - set(_ROPE_SCALINGS[kind]):
+    if kind not in _ROPE_SCALINGS:
         raise UnsupportedModelError(
-            f"config.json: the rotary rescaling {kind!r} with {sorted(scaling)} is not supported; known are "
-            f"{', '.join(_ROPE_SCALINGS)}"
+            f"config.json: the rotary rescaling {kind!r} is not supported; known are {', '.join(_ROPE_SCALINGS)}"
         )
-    if olmo:  # only layers without a window are rescaled
-        local = 0.0 if kind == "default" and local in (0.0, theta) else local or theta
-    if kind == "default":
-        return float(theta), float(local or 0), NoRopeScaling()
-    missing = set(_ROPE_SCALINGS[kind]) - set(scaling) - _OPTIONAL
-    if missing:
-        raise UnsupportedModelError(f"config.json: the rotary rescaling {kind!r} lacks {', '.join(sorted(missing))}")
-    parameters_read = {
-        field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items() if scaling.get(key) is not None
-    }
-    return float(theta), float(local or 0), RopeScaling.kinds[kind](**parameters_read)
+    place = "rope_parameters" if published.get("rope_parameters") else "rope_scaling"
+    unknown = [key for key in scaling if key not in _ROPE_SCALINGS[kind] and not published.ignores(f"{place}.{key}")]
+    if unknown:
+        listing = ", ".join(f"{key} = {scaling[key]!r}" for key in sorted(unknown))
+        raise UnsupportedModelError(
+            f"config.json: the rotary rescaling {kind!r} with {listing} is not supported; if it has no effect, list it "
+            f"in model.ignore_keys, as {place}.{min(unknown)}"
+        )
+    return kind, scaling
+
+
+_KIND_KEYS = ("rope_type", "type")
+
+
+def _rescaling_kind(parameters: Json) -> str:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    return "default" if kind == "mrope" else kind
+
+
+def _is_neutral(kind: str, key: str, value: Any) -> bool:
+    """Whether a parameter of a rotary rescaling changes nothing. The sections of a vision-language model differ in the
+    positions of images only; `finetuned` says how a model was trained."""
+    if key.startswith("mrope_") or key == "finetuned" or value is None:
+        return True
+    return (key, value) == ("attn_factor", 1) or (kind, key, value) == ("default", "factor", 1)
 
 
 def _kind_and_numbers(parameters: Json) -> tuple[str, dict[str, Any]]:
-    """The kind of a rotary rescaling and its numbers, without theta, the sections of images, and what says nothing."""
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    left_out = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-    numbers = {k: v for k, v in parameters.items() if k not in left_out and not k.startswith("mrope_")}
-    numbers = {k: v for k, v in numbers.items() if v is not None and (k, v) != ("factor", 1)}
-    return "default" if kind == "mrope" else kind, numbers
+    """The kind of a rotary rescaling and its numbers, without theta, the rotated share, and what changes nothing."""
+    kind, left_out = _rescaling_kind(parameters), (*_KIND_KEYS, "rope_theta", "partial_rotary_factor")
+    numbers = {k: v for k, v in parameters.items() if k not in left_out and not _is_neutral(kind, k, v)}
+    return kind, {k: v for k, v in numbers.items() if (k, v) != ("factor", 1)}
 
 
 def _complete_yarn(scaling: dict[str, Any]) -> None:

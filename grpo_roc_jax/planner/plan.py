@@ -190,7 +190,9 @@ def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bo
     if config.rollout.attention == "paged":
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
     work = work_of(config, mesh, topology, response)
-    return Deployment(config, model, mesh, topology, work, teacher_model(config))
+    return Deployment(
+        config, model, mesh, topology, work, teacher_model(config, model.vocab_size if config.model.path else 0)
+    )
 
 
 def by_arithmetic(deployment: Deployment) -> bool:
@@ -240,8 +242,8 @@ def model_of(config: Config, shape: str) -> ModelConfig:
     return fit_length(model, config.rollout.max_row_tokens)
 
 
-def teacher_model(config: Config) -> ModelConfig | None:
-    """The shape of the other model that scores the rollouts; None without one.
+def teacher_model(config: Config, rows: int = 0) -> ModelConfig | None:
+    """The shape of the other model that scores the rollouts; None without one. `rows`: see `load_tokenizer`.
 
     Raises:
         ValueError: it is neither on this machine nor a known one.
@@ -251,7 +253,7 @@ def teacher_model(config: Config) -> ModelConfig | None:
         return None
     if part.path in KNOWN_SHAPES:
         return replace(KNOWN_SHAPES[part.path], compute_dtype="bfloat16")
-    teacher = find_teacher(config, load_tokenizer(resolve_text(config)))
+    teacher = find_teacher(config, load_tokenizer(resolve_text(config), rows))
     return teacher and teacher[1]
 
 

@@ -28,7 +28,7 @@ from grpo_roc_jax.reward.trial import PROBLEM, made_up, sample_trajectories
 from grpo_roc_jax.run.components import prompt_length
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.options import as_mapping, as_text
-from grpo_roc_jax.text.chat_format import ChatFormat, Trace
+from grpo_roc_jax.text.chat_format import ChatFormat, Trace, UnfitTrace
 from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.types import Group, Problem, Verdict
 
@@ -227,7 +227,14 @@ def too_long_demonstrations(config: Config, chat: ChatFormat) -> list[str]:
     def longest_turn(trace: Trace) -> int:
         return max(len(chat.turn_ids(turn)) for turn in trace.turns)
 
-    sources = first_demonstrations(config.data, config.seed, LOOKED_AT)
+    def fits(trace: Trace) -> bool:  # others are counted where they are read
+        try:
+            return bool(chat.of_trace(trace))
+        except UnfitTrace:
+            return False
+
+    first = first_demonstrations(config.data, config.seed, LOOKED_AT)
+    sources = [(source, [*filter(fits, traces)]) for source, traces in first]
     for what, setting, most, measure in (
         ("tokens", "rollout.max_response_tokens", rollout.max_response_tokens, response),
         ("turns", "rollout.max_turns", rollout.max_turns, lambda trace: len(trace.turns)),

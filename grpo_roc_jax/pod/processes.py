@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import signal
 import socket
 import threading
@@ -29,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.pod.preemption import SIGNALS, Preempted, Preemption
 from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.process.progress import phase
+from grpo_roc_jax.settings.layers import ConfigError
 from grpo_roc_jax.settings.options import Axis, Count, Positive, kind, settings
 
 T = TypeVar("T")
@@ -397,7 +399,7 @@ def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iter
     """Joins the other processes before anything uses a device, and leaves them at the end.
 
     Raises:
-        ValueError: the address is incomplete.
+        ConfigError: the address is incomplete, or no cluster is found.
         ProcessLost: the others did not join in time.
     """
     if not config.joins(environ):
@@ -418,6 +420,11 @@ def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iter
             f"the processes did not all meet within {config.join_timeout_s:.0f} s ({_brief(error)}); start each with "
             "the same command, and check that they reach the coordinator"
         ) from error
+    except (ValueError, TypeError, LookupError) as error:  # of JAX's search for a cluster
+        raise ConfigError(
+            f"distributed {config.kind}: the other processes are not found ({_brief(error)}); set distributed address "
+            "with coordinator, processes and process, or distributed never for a single process"
+        ) from error
     processes = Processes(jax.process_index(), jax.process_count())
     processes.service.key_value_set(
         f"grpo_roc_jax/host/{processes.index}", f"{socket.gethostname()}, pid {os.getpid()}"
@@ -431,15 +438,23 @@ def addresses(config: Distributed, environ: Mapping[str, str]) -> dict[str, Any]
     """Arguments of `jax.distributed.initialize`; none if JAX finds everything in the cluster's environment.
 
     Raises:
-        ValueError: some of coordinator, number of processes and number of this process are given, but not all.
+        ConfigError: some of coordinator, number of processes and number of this process are given, but not all, or one
+            is not what it must be.
     """
+
+    def number(name: str, default: int) -> int:
+        text = environ.get(name, "").strip()
+        if not re.fullmatch(r"[0-9]*", text):
+            raise ConfigError(f"{name} = {text}; must be a whole number from 0 on")
+        return int(text) if text else default
+
     coordinator = config.coordinator or environ.get("JAX_COORDINATOR_ADDRESS", "")
-    processes = config.processes or int(environ.get("JAX_NUM_PROCESSES", 0))
-    process = config.process if config.process >= 0 else int(environ.get("JAX_PROCESS_ID", -1))
+    processes = config.processes or number("JAX_NUM_PROCESSES", 0)
+    process = config.process if config.process >= 0 else number("JAX_PROCESS_ID", -1)
     if not coordinator and not processes and process < 0:
         return {}
-    if not coordinator or processes < 1 or not 0 <= process < processes:
-        raise ValueError(
+    if not re.fullmatch(r".+:[0-9]+", coordinator) or processes < 1 or not 0 <= process < processes:
+        raise ConfigError(
             f"distributed: coordinator {coordinator or 'missing'}, processes {processes or 'missing'}, process "
             f"{process if process >= 0 else 'missing'}; set all three (HOST:PORT, a count, and a number below it), "
             "here or as JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or none of them"

@@ -4,6 +4,8 @@ Expectations are over the choice of k of the n samples without replacement, so t
 samples. Infrastructure failures are excluded from every score and reported separately.
 """
 
+import json
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from grpo_roc_jax.types import Group, Metrics, Problem, Trajectory, Verdict
 
 ALL = "all"
 """Name of the row that covers all sources."""
+SETUP = "eval/setup"
+"""Metric with the `setup_number` of an evaluation."""
 MAX_SAMPLES = 1000
 """Binomials of more samples overflow float64."""
 DRAWS, AT_ONCE = 2_000, 100
@@ -230,6 +234,12 @@ def compare(first: Sequence[Group], second: Sequence[Group], samples: int, seed:
         uids = [scores_a.problem.uid for (scores_a, _), yes in zip(shared, both, strict=True) if yes]
         differences[name] = Difference(len(a), _mean(a), _mean(b), *bootstrap(a - b, seed, uids))
     return differences
+
+
+def setup_number(problems: Iterable[Problem], samples: int, temperature: float) -> float:
+    """A number for what an evaluation measures besides the policy. Results are comparable where it is equal."""
+    texts = [(problem.uid, problem.prompt, problem.answer) for problem in problems]
+    return float(zlib.crc32(json.dumps([samples, float(temperature), texts]).encode("ascii")))
 
 
 def eval_metrics(table: dict[str, Metrics]) -> Metrics:

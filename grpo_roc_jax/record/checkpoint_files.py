@@ -108,6 +108,11 @@ def entries(directory: Path) -> list[Entry]:
     return sorted(candidates, key=lambda entry: (entry.step, entry.staging), reverse=True)
 
 
+def whole_steps(directory: Path) -> list[int]:
+    """Steps of the checkpoints that have all their files with their sizes, newest first."""
+    return [entry.step for entry in entries(directory) if _is_whole(entry)]
+
+
 def newest_name(directory: Path) -> str:
     """Name of the newest checkpoint with all its files; `none` if there is none."""
     try:

@@ -146,26 +146,15 @@ def unpack_turn(packed: Mapping[str, Any]) -> Turn:
     )
 
 
-def checked_arrays(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """The per-token arrays by name.
-
-    Raises:
-        ValueError: A dtype or length differs from `types.Trajectory`, so the array would not be restored exactly.
-    """
-    arrays = {name: getattr(trajectory, name) for name in TRAJECTORY_ARRAYS}
-    for name, array in arrays.items():
-        if array.dtype != TRAJECTORY_ARRAYS[name] or array.shape != (trajectory.length,):
-            raise ValueError(
-                f"trajectory.{name} is {array.dtype}{list(array.shape)}; must be {np.dtype(TRAJECTORY_ARRAYS[name])}"
-                f"[{trajectory.length}]"
-            )
-    return arrays
+def token_arrays(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """The per-token arrays by name."""
+    return {name: getattr(trajectory, name) for name in TRAJECTORY_ARRAYS}
 
 
 def groups_to_tree(groups: Sequence[Group]) -> dict[str, np.ndarray]:
     """Groups as a flat mapping of arrays: concatenated tokens, their lengths, and everything else as JSON bytes."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    arrays = [checked_arrays(trajectory) for trajectory in trajectories]
+    arrays = [token_arrays(trajectory) for trajectory in trajectories]
     words = [
         {
             "problem": pack(group.problem),

@@ -6,15 +6,18 @@ with the log. It is rebuilt from the log if it is missing or belongs to other co
 
 An index is one JSON object: size and checksum of the log, kind, step, `outcomes` (kinds of tool results, to which the
 letters in `calls` refer), `names` (texts to which numbers in `TEXTS` refer), `problems` (uid, source, prompt, answer),
-and `columns`, each with one value per trajectory.
+and `columns`, each with one value per trajectory. Lines of the log that cannot be read, such as a cut one, are left
+out; `unreadable` has their numbers, from 1.
 """
 
 import json
+import logging
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
@@ -23,6 +26,8 @@ import numpy as np
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.sandbox.result import ToolKind
 from grpo_roc_jax.settings.files import parse_json
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 3
 OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")
@@ -40,9 +45,11 @@ SHORT = 40
 """Most characters of a given answer in the index."""
 HEAD = 160
 """Most characters of a prompt in the index."""
+SHOWN_LINES = 10
+"""Most numbers of unreadable lines in a warning."""
 TAIL = 4096
 """Number of last bytes of a log whose checksum identifies its content."""
-STAMP = re.compile(rb'\{"format": (\d+), "size": (\d+), "tail": (\d+),')
+STAMP = re.compile(rb'\{"format": (\d+), "size": (\d+), "tail": (\d+),(?: "unreadable": \[([\d, ]+))?')
 
 
 def folder_of(log: Path) -> Path:
@@ -57,10 +64,11 @@ def index_file(log: Path) -> Path:
 def row(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the index stores of a line of the log, without its offset."""
     verdict, runs, penalties = line["verdict"] or {}, line["versions"], line["penalties"]
+    problem = line["problem"]
     total = sum(length for _, length in runs)
     return {
         "group": line["group"],
-        "problem": line["problem"],
+        "problem": [problem["uid"], problem["source"], problem["prompt"][:HEAD], problem["answer"][:HEAD]],
         "sample": line["sample"],
         "condition": line["condition"],
         "reward": finite(verdict.get("reward")),
@@ -90,36 +98,48 @@ def _letters(turn: Mapping[str, Any]) -> str:
     return "".join(kinds).ljust(calls, LETTERS["not_run"])
 
 
-def encode(kind: str, step: int, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], tail: bytes) -> bytes:
+def encode(
+    kind: str, step: int, rows: Sequence[Mapping[str, Any] | None], lengths: Sequence[int], tail: bytes
+) -> bytes:
     """The index of a log file.
 
     Args:
         kind: step or eval.
         step: Step of the file.
-        rows: `row` of every line.
+        rows: `row` of every line; None for a line that cannot be read.
         lengths: Bytes of every line, including its line end.
         tail: The last bytes of the file, at least `TAIL` if it has as many.
     """
     names: dict[str, int] = {}
     problems: dict[tuple[str, str], tuple[int, list[str]]] = {}
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    offset = 0
-    for entry, length in zip(rows, lengths, strict=True):
-        problem = entry["problem"]
-        shown = [problem["uid"], problem["source"], problem["prompt"][:HEAD], problem["answer"][:HEAD]]
-        number, _ = problems.setdefault((problem["uid"], problem["source"]), (len(problems), shown))
+    offset, unreadable = 0, []
+    for line_number, (entry, length) in enumerate(zip(rows, lengths, strict=True), 1):
+        if entry is None:
+            unreadable.append(line_number)
+            offset += length
+            continue
+        uid, source, *_ = entry["problem"]
+        number, _ = problems.setdefault((uid, source), (len(problems), entry["problem"]))
         name_numbers = {name: names.setdefault(entry[name], len(names)) for name in TEXTS}
         for name, value in ({**entry, **name_numbers, "problem": number, "offset": offset}).items():
             columns[name].append(value)
         offset += length
-    content = {"format": FORMAT, "size": offset, "tail": zlib.crc32(tail[-TAIL:]), "kind": kind, "step": step}
-    content |= {"count": len(rows), "outcomes": OUTCOMES, "names": list(names)}
+    content: dict[str, Any] = {"format": FORMAT, "size": offset, "tail": zlib.crc32(tail[-TAIL:])}
+    content |= {"unreadable": unreadable} if unreadable else {}
+    content |= {"kind": kind, "step": step, "count": len(columns["offset"]), "outcomes": OUTCOMES, "names": list(names)}
     content |= {"problems": [shown for _, shown in problems.values()], "columns": columns}
     return json.dumps(content).encode("ascii")
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """A line of the log without its tokens, masks and log-probabilities, which the writer puts last."""
+    """A line of the log without its tokens, masks and log-probabilities, which the writer puts last.
+
+    Raises:
+        ValueError: The line is cut, or is not JSON.
+    """
+    if not line.endswith((b"}\n", b"}", b"}\r\n")):
+        raise ValueError("a line of the trajectory log is cut")
     end = line.rfind(b', "tokens": "')
     return parse_json(line[:end] + b"}" if end > 0 else line, "a line of the trajectory log")
 
@@ -132,30 +152,55 @@ def read_tail(file: BinaryIO, length: int) -> tuple[int, bytes]:
 
 
 def load(log: Path, kind: str, step: int) -> bytes:
-    """The index of a log file. It is rebuilt and saved if it is missing or belongs to other content."""
+    """The index of a log file. It is rebuilt and saved if it is missing or belongs to other content. Lines that cannot
+    be read are left out, with a warning that names them."""
     with open(log, "rb") as file:
         size, tail = read_tail(file, TAIL)
         with suppress(OSError):
             content = index_file(log).read_bytes()
             stamp = STAMP.match(content)
-            if stamp and tuple(map(int, stamp.groups())) == (FORMAT, size, zlib.crc32(tail)):
+            if stamp and tuple(map(int, stamp.groups()[:3])) == (FORMAT, size, zlib.crc32(tail)):
+                warn_of_lines(log, [int(number) for number in (stamp[4] or b"").split(b",") if number])
                 return content
         file.seek(0)
         lines = file.readlines()
-    content = encode(kind, step, [row(parsed(line)) for line in lines], [len(line) for line in lines], tail)
+    rows = [_row_or_none(line) for line in lines]
+    content = encode(kind, step, rows, [len(line) for line in lines], tail)
+    warn_of_lines(log, [number for number, entry in enumerate(rows, 1) if entry is None])
     save(log, content)
     return content
+
+
+def _row_or_none(line: bytes) -> dict[str, Any] | None:
+    try:
+        return row(parsed(line))
+    except Exception:  # whatever a damaged line leads to
+        return None
+
+
+def warn_of_lines(log: Path, numbers: Sequence[int]) -> None:
+    """Names the lines of a log that are left out, once in a process."""
+    if numbers:
+        _warn_once(log, tuple(numbers))
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(log: Path, numbers: tuple[int, ...]) -> None:
+    shown = ", ".join(map(str, numbers[:SHOWN_LINES])) + ", ..." * (len(numbers) > SHOWN_LINES)
+    form = "%s, lines %s: cannot be read and are left out"
+    logger.warning(form if len(numbers) > 1 else "%s, line %s: cannot be read and is left out", log, shown)
 
 
 def intact(log: Path) -> bool:
     """Whether a log file is as it was when its index was written; without an index, whether it ends with a line."""
     with open(log, "rb") as file:
         size, tail = read_tail(file, TAIL)
-    stamp = None
+    head = b""
     with suppress(OSError), open(index_file(log), "rb") as file:
-        stamp = STAMP.match(file.read(200))
+        head = file.read(200)
+    stamp = STAMP.match(head)
     if stamp and int(stamp[1]) == FORMAT:
-        return (int(stamp[2]), int(stamp[3])) == (size, zlib.crc32(tail))
+        return (int(stamp[2]), int(stamp[3])) == (size, zlib.crc32(tail)) and b'"unreadable"' not in head
     return tail.endswith(b"}\n") and b"\0" not in tail
 
 

@@ -23,7 +23,7 @@ import yaml
 from grpo_roc_jax.record.checkpoint_files import check_path, newest_whole, read_manifest, saved_stage
 from grpo_roc_jax.record.storage import is_address, local_dir
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, flatten
-from grpo_roc_jax.settings.files import read_json_object, read_yaml_mapping
+from grpo_roc_jax.settings.files import local_path, read_json_object, read_yaml_mapping
 from grpo_roc_jax.settings.options import absent_sections
 from grpo_roc_jax.settings.secrets import without_secrets
 
@@ -134,19 +134,28 @@ def saved_settings(path: Path) -> dict[str, Any] | None:
 
 
 def changed_settings(before: Mapping[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> (value before, value now) of the settings that differ, None for a section that one side leaves out. Other
+    """Name -> (value before, value now) of the settings that differ, None for a section that one side leaves out. A
+    number may have been written as a text, as in `seed: '0'` or `lr: 1e-5`, which settings read alike. Other
     settings that only one side has are not compared: a kind without settings has no `.kind`, other kinds have other
     settings, and versions add some."""
     old, new = (
         {name.removesuffix(".kind"): value for name, value in settings.items()}
         for settings in (before, dict(flatten(yaml.safe_load(dump_yaml(config)))))
     )
-    changed = {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+    both = {name: (old[name], new[name]) for name in old.keys() & new.keys()}
+    changed = {name: pair for name, pair in both.items() if not _same(*pair)}
     for section in absent_sections(type(config)):
         sides = tuple(_settings_of(section, settings) for settings in (old, new))
         if before and (sides[0] is None) != (sides[1] is None):
             changed[section] = sides
     return changed
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, str) and type(new) in (int, float):
+        with suppress(ValueError):
+            return float(old) == new
+    return old == new
 
 
 def _settings_of(section: str, values: Mapping[str, Any]) -> Any:
@@ -171,25 +180,30 @@ def _summarized_step(path: Path) -> int | None:
         return None
 
 
+@config_errors()
 def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
     """The directory of a run: `run_dir`, the local directory of an address (`storage`), or `runs/NAME`, with a number
     added if a fresh run has a name that is in use.
 
     Raises:
         ConfigError: `run_dir` holds a run and `resume` is `never`, is not the address of a supported store, or has a
-            path where no checkpoint can be written.
+            path where no checkpoint can be written; or the name is that of no directory below `runs`.
     """
-    path = Path("runs") / name if not run_dir else local_dir(run_dir) if is_address(run_dir) else Path(run_dir)
+    if not run_dir and Path(os.path.normpath(name)).parts[:1] in ((), ("..",)):
+        raise ConfigError(f"name = {name!r}; must name a directory below runs, as in --name toy, or set --run_dir")
+    path = Path("runs") / name if not run_dir else local_dir(run_dir) if is_address(run_dir) else local_path(run_dir)
     check_path(path)
+    holds_run = _holds_run(path)
     if resume == "auto":
         return path
-    if run_dir and _holds_run(path):
+    if run_dir and holds_run:
         raise ConfigError(f"{path} holds a run already; --resume auto continues it, another --run_dir starts a new one")
     return unused(path)
 
 
 def unused(path: Path) -> Path:
     """The directory, or the first one with `-2`, `-3`, ... appended that holds no run."""
+    path = path if path.name not in ("", "..") else path.resolve()  # `.`, which has no name to append to
     number, free = 1, path
     while _holds_run(free):
         number += 1
@@ -204,16 +218,9 @@ def _holds_run(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path, config: Any, option: str = "--run_dir") -> Iterator[Path]:
-    """`locked`, followed by `describe_run`. `option` names the directory on the command line."""
-    with locked(path, option):
-        describe_run(path, config, option)
-        yield path
-
-
-@contextmanager
 def locked(path: Path, option: str = "--run_dir") -> Iterator[None]:
-    """Creates and locks the directory; changes no file of a run that is already there.
+    """Creates and locks the directory; changes no file of a run that is already there. `option` names the directory on
+    the command line.
 
     A start that fails with a ConfigError, or before the run is described, leaves the disk as it was, unless a
     checkpoint was saved.

@@ -53,7 +53,9 @@ class StorageFailed(OSError):
 
 
 def is_address(run_dir: str) -> bool:
-    return "://" in run_dir
+    """Whether a run directory is that of a store, or is meant to be one, as `gs:/BUCKET/RUN`, which `local_dir`
+    refuses."""
+    return "://" in run_dir or run_dir.startswith(tuple(f"{scheme}:" for scheme in SCHEMES))
 
 
 def local_dir(address: str) -> Path:

@@ -27,6 +27,7 @@ import numpy as np
 
 from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.record import codec, index
+from grpo_roc_jax.settings.files import local_path, parse_json
 from grpo_roc_jax.types import Condition, Group, Problem, TrainRow, Trajectory, Verdict
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
 def _fields(record: TraceRecord, decode: Decode | None) -> tuple[dict[str, Any], dict[str, str]]:
     """The fields of a line, and its long arrays in base64."""
     trajectory = record.trajectory
-    arrays = codec.checked_arrays(trajectory)
+    arrays = codec.token_arrays(trajectory)
     line: dict[str, Any] = {
         "step": int(record.step),
         "group": int(record.group),
@@ -332,7 +333,7 @@ class TraceWriter:
 
 def trace_files(folder: str | Path) -> list[tuple[Path, Kind, int]]:
     """(path, kind, step) of the files of a run, oldest first. `folder`: the run directory or `trajectories/`."""
-    folder = Path(folder)
+    folder = local_path(folder)
     folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     if not folder.is_dir():
         return []
@@ -347,7 +348,7 @@ def recorded_steps(run_dir: str | Path, step: int | None = None) -> list[int]:
     Raises:
         ValueError: There is no such directory, or it has no trajectories of steps, or none of `step`.
     """
-    if not Path(run_dir).is_dir():
+    if not local_path(run_dir).is_dir():
         raise ValueError(f"{run_dir}: no such directory; name that of a run")
     steps = sorted({number for _, kind, number in trace_files(run_dir) if kind == "step"})
     if not steps:
@@ -358,20 +359,26 @@ def recorded_steps(run_dir: str | Path, step: int | None = None) -> list[int]:
 
 
 def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
-    """Records of a run or of one of its steps, in the order they were written.
-
-    Raises:
-        ValueError: A line is damaged; the message names file and line.
-    """
+    """Records of a run or of one of its steps, in the order they were written. Lines that cannot be read are left out,
+    with a warning that names file and lines."""
     for path, found_kind, found_step in trace_files(run_dir):
         if found_kind == kind and (step is None or found_step == step):
+            unreadable = []
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
-                    try:
-                        record = from_json(json.loads(line))
-                    except Exception as error:
-                        raise ValueError(f"{path}:{number}: no record of a trajectory: {error!r:.200}") from error
-                    yield record
+                    if (record := record_of(line)) is None:
+                        unreadable.append(number)
+                    else:
+                        yield record
+            index.warn_of_lines(path, unreadable)
+
+
+def record_of(line: bytes) -> TraceRecord | None:
+    """The record in a line of a log; None if the line is damaged."""
+    try:
+        return from_json(parse_json(line, "a line of the trajectory log"))
+    except Exception:  # whatever a damaged line leads to
+        return None
 
 
 def runs_of(mask: np.ndarray) -> list[tuple[int, int, bool]]:

@@ -12,7 +12,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -116,7 +116,7 @@ class Scorer:
             try:
                 shown = _copied(problem, trajectories)
                 values = _with_deadline(partial(self.functions[name], *shown), part.timeout_s)
-            except TimeoutError:
+            except _TooLate:
                 lines.append(f"reward {name} took longer than {part.timeout_s} s on {MADE_UP}")
             except Exception as error:
                 lines.append(f"reward {name} raised {described_error(error, self.functions[name])} on {MADE_UP}")
@@ -196,7 +196,7 @@ class Scorer:
 
         try:
             values = _with_deadline(call, part.timeout_s)
-        except TimeoutError:
+        except _TooLate:
             return [UNSCORED] * len(trajectories), f"reward {part.name} took longer than {part.timeout_s} s"
         except Exception as error:
             raised = described_error(error, self.functions[part.name])
@@ -451,11 +451,15 @@ def _number(name: str, index: int, value: Any) -> float | None:
         ) from None
 
 
+class _TooLate(Exception):
+    """A reward function exceeded its time. A `TimeoutError` that it raises is an error like any other."""
+
+
 def _with_deadline(call: Callable[[], Any], seconds: float) -> Any:
     """The value of the call, awaited if it is awaitable. A late call is abandoned in its daemon thread.
 
     Raises:
-        TimeoutError: The call took longer.
+        _TooLate: The call took longer.
     """
     outcome: Future = Future()
 
@@ -467,7 +471,9 @@ def _with_deadline(call: Callable[[], Any], seconds: float) -> Any:
             outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     threading.Thread(target=run, name="reward", daemon=True).start()
-    return outcome.result(seconds)
+    if not wait([outcome], seconds).done:
+        raise _TooLate
+    return outcome.result()
 
 
 async def _resolve(awaitable: Any) -> Any:

@@ -16,24 +16,28 @@ agent's program, which asks the policy instead, is made by the caller.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import Engine, make_engine
 from grpo_roc_jax.engine.protocol import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.engine.publish import SamplerParams
+from grpo_roc_jax.engine.scheduler import check_keys
 from grpo_roc_jax.engine.table import awaits_observation
 from grpo_roc_jax.environments.environment import Observation
 from grpo_roc_jax.environments.episode import Answer
 from grpo_roc_jax.environments.episodes import GRACE_S, Episodes
 from grpo_roc_jax.environments.failure import Failure, plain_failure
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.model.transformer import Params, init_params
 from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.text.chat_format import ChatFormat, ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -50,6 +54,11 @@ class Sampler:
 
     The executor's processes end with `close`, or with the block of `with`.
     """
+
+    episodes: Episodes | None = None
+    agents: Any = None
+    weights: SamplerParams | None = None
+    """What `publish` was last called with, in the layout of the engine."""
 
     def __init__(
         self,
@@ -80,22 +89,19 @@ class Sampler:
             seed: Random keys of tokens derive from it, from the step, the problem's place and the sample.
 
         Raises:
-            ValueError: Parts that do not fit each other, such as a vocabulary that is too small.
+            ValueError: Parts that do not fit each other, such as a vocabulary that is too small, or the parameters of
+                another model.
+            TypeError: `tools` is no `Registry`, or there are no parameters.
             IsolationUnavailable: The machine cannot isolate programs as `limits` asks.
         """
         rollout, limits = rollout or RolloutConfig(), limits or ToolsConfig()
+        checks.expect(tools, Registry | None, "tools", "a Registry: registry = Registry(), then registry.add(function)")
         tools = default_registry(limits.enabled) if tools is None else tools
         chat = make_chat(text or TextConfig(), tokenizer, tools.schemas)
-        engine = make_engine(
-            model,
-            rollout,
-            sampling or SamplingConfig(),
-            sorted(chat.stop_ids),
-            mesh,
-            seed=seed,
-            vocab_size=tokenizer.vocab_size,
-        )
-        self._hold(engine, chat, make_executor(limits, tools))
+        stops, ids = sorted(chat.stop_ids), tokenizer.vocab_size
+        engine = make_engine(model, rollout, sampling or SamplingConfig(), stops, mesh, seed=seed, vocab_size=ids)
+        checks.check_params(params, jax.eval_shape(lambda: init_params(jax.random.key(0), model)))
+        self.engine, self.chat, self.executor = engine, chat, make_executor(limits, tools)
         self.publish(params, 0)
         self.executor.start()
 
@@ -119,21 +125,9 @@ class Sampler:
                 each problem says which of the two it has.
         """
         sampler = cls.__new__(cls)
-        sampler._hold(engine, chat, executor, episodes, agents)
+        sampler.engine, sampler.chat, sampler.executor = engine, chat, executor
+        sampler.episodes, sampler.agents = episodes, agents
         return sampler
-
-    def _hold(
-        self,
-        engine: Engine,
-        chat: ChatFormat,
-        executor: ToolExecutor | None,
-        episodes: Episodes | None = None,
-        agents: Any = None,
-    ) -> None:
-        self.engine, self.chat, self.executor = engine, chat, executor
-        self.episodes, self.agents = episodes, agents
-        self.weights: SamplerParams | None = None
-        """What `publish` was last called with, in the layout of the engine."""
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """Samples with these parameters from now on; rollouts in flight go on with them.
@@ -163,8 +157,8 @@ class Sampler:
             weights: What `engine.publish` returned; those of the last `publish` by default.
 
         Raises:
-            ValueError: Nothing was published, there is no request, or one does not fit: a prompt that is too long, a
-                temperature below 0.
+            ValueError: Nothing was published, there is no request, two ask for the same rollout, or one does not fit: a
+                prompt that is too long, a temperature below 0.
         """
         weights, options = self.weights if weights is None else weights, options or RunOptions()
         if weights is None:
@@ -178,9 +172,10 @@ class Sampler:
             )
         if not requests:
             raise ValueError("there is no request; pass at least one RolloutRequest")
+        check_keys(requests, options.key_step)
         by_agent = [self.agents is not None and self.agents.plays(request.problem) for request in requests]
         rows: list[Sequence[Trajectory]] = [()] * len(requests)
-        stats: RolloutStats | None = None
+        stats = RolloutStats()
         for agents in (True, False):
             indices = [i for i, agent in enumerate(by_agent) if agent == agents]
             if not indices:
@@ -195,8 +190,7 @@ class Sampler:
                 trajectories, counted = self.engine.run(weights, *self.submission(part, options))
             for i, of_request in zip(indices, split(trajectories, [request.count for request in part]), strict=True):
                 rows[i] = of_request
-            stats = counted if stats is None else stats.followed_by(counted)
-        assert stats is not None
+            stats = stats.followed_by(counted)
         return rows, stats
 
     def submission(self, requests: Sequence[RolloutRequest], options: RunOptions) -> tuple:
@@ -364,8 +358,7 @@ class ToolEnvironment:
             return self._finish(row, "turns")
         row.results = [None] * len(parsed.calls)
         for position, call in enumerate(parsed.calls):
-            if (code := self._noted(index, position, call)) is not None:
-                self._executor.submit(code)
+            self._submit(index, position, call)
         self._answer_if_complete(index)
         return Wait()
 
@@ -415,24 +408,17 @@ class ToolEnvironment:
         row.closed = parsed.closed
         return parsed
 
-    def _noted(self, index: int, position: int, call: ToolCall) -> CodeCall | None:
-        """A call of row `index` as the executor takes it, noted as pending. None for a malformed one, which has its
-        result already."""
-        row = self._rows[index]
+    def _submit(self, index: int, position: int, call: ToolCall) -> None:
+        """Has the executor run a call of row `index`. A malformed one has its result at once."""
+        row, turn = self._rows[index], len(self._rows[index].turns)
         if call.fault is not None:
             row.results[position] = malformed_result(call.message)
-            return None
-        turn = len(row.turns)
+            return
         call_id = f"{row.session}/{turn}/{position}"
-        row.pending[call_id] = position
+        seed = stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, turn, position)
+        self._executor.submit(CodeCall(call_id, call.name, call.arguments, row.session, seed))
+        row.pending[call_id] = position  # only now: a call that is refused may be of another row
         self._row_of_call[call_id] = index
-        return CodeCall(
-            id=call_id,
-            tool=call.name,
-            arguments=call.arguments,
-            session=row.session,
-            seed=stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, turn, position),
-        )
 
     def _answer_if_complete(self, index: int) -> None:
         """Queues the observation of a turn whose results are all there, or the end after an infrastructure failure."""
@@ -510,9 +496,15 @@ def collect_episodes(
         chat, source, requests, step=options.key_step, seed=engine.seed, max_turns=config.max_turns
     )
     before = source.episodes.counts.copy()
-    rendered = render(environment.open(requests, config.max_prompt_tokens), chat)
-    trajectories, stats = engine.run(sampler, rendered, environment, options)
-    paid = environment.paid(trajectories)
+    try:
+        rendered = render(environment.open(requests, config.max_prompt_tokens), chat)
+        trajectories, stats = engine.run(sampler, rendered, environment, options)
+        paid = environment.paid(trajectories)
+    except BaseException:
+        for index in range(sum(request.count for request in requests)):
+            with suppress(Exception):  # of one row, which must not keep the others from theirs
+                environment.abandoned(index)
+        raise
     for old, new in zip(trajectories, paid, strict=True):
         stats.stops[old.stop] -= 1
         stats.stops[new.stop] += 1
@@ -540,12 +532,10 @@ class EpisodeEnvironment(ToolEnvironment):
         """As in `ToolEnvironment`; calls of the last turn are run, since an environment may pay for them."""
         super().__init__(chat, source.executor, requests, step=step, seed=seed, max_turns=max_turns)
         self._episodes = source.episodes
-        self._broken: set[str] = set()
-        """Sessions that could not be reset."""
         self._playing: dict[str, tuple[int, StopReason]] = {}
         """Session -> its row, and how its turn ends the rollout if the environment has nothing to say."""
         self._ended: dict[str, Answer | None] = {}
-        """Session -> its reward; None until it has arrived."""
+        """Session -> its reward; None until it has arrived, and where there is none to ask for."""
         self._openings: dict[str, str] = {}
         """Session -> what its environment appended to the prompt, if anything."""
         self.failures: dict[str, Failure] = {}
@@ -573,7 +563,7 @@ class EpisodeEnvironment(ToolEnvironment):
                     message = f"its text makes the prompt longer than rollout.max_prompt_tokens ({max_prompt_tokens})"
                     answer = replace(answer, failure=self._episodes.note(plain_failure("reset", message)))
                 if answer.failure is not None:
-                    self._broken.add(row.session)
+                    self._drop(row)
                     self.failures[row.session] = answer.failure
                     longer = request.problem
                 elif answer.value:
@@ -588,16 +578,15 @@ class EpisodeEnvironment(ToolEnvironment):
     def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
         row = self._rows[index]
         parsed = self._parse(row, turn)
-        if row.session in self._broken:
+        if row.session in self.failures:  # of its reset
             return self._finish(row, "infrastructure")
         if turn.reason == "length" or parsed.ended_by == "none":
             return self._finish(row, "length")
         row.results = [None] * len(parsed.calls)
         self._playing[row.session] = (index, ENDS.get(parsed.ended_by, "length"))
         for position, call in enumerate(parsed.calls):
-            here = call.fault is not None or call.name in self._episodes.shared
-            if here and (code := self._noted(index, position, call)) is not None:
-                self._executor.submit(code)
+            if call.fault is not None or call.name in self._episodes.shared:
+                self._submit(index, position, call)
         self._answer_if_complete(index)
         ended = self._answers and self._answers[-1][0] == index and isinstance(self._answers[-1][1], Finish)
         return self._answers.pop()[1] if ended else Wait()
@@ -606,7 +595,8 @@ class EpisodeEnvironment(ToolEnvironment):
         ready: list[tuple[int, Observe | Finish]] = []
         calls = bool(self._row_of_call)
         if calls or self._answers:
-            ready = super().poll(min(timeout_s, BOTH_S) if len(self._playing) > len(self._row_of_call) else timeout_s)
+            both = len(self._playing) > len(set(self._row_of_call.values()))
+            ready = super().poll(min(timeout_s, BOTH_S) if both else timeout_s)
         for session, answer in self._episodes.poll(0.0 if ready or calls else timeout_s):
             if session in self._playing:
                 index, stop = self._playing.pop(session)
@@ -621,6 +611,11 @@ class EpisodeEnvironment(ToolEnvironment):
         self._playing.pop(row.session, None)
         self._end(row)
         return ran
+
+    def abandoned(self, index: int) -> None:
+        """Closes the environment of a rollout that nobody takes, without asking for its reward."""
+        self._drop(self._rows[index])
+        super().cancelled(index)
 
     def completed(self, index: int, trajectory: Trajectory) -> Trajectory:
         opening = self._openings.get(self._rows[index].session, "")
@@ -693,5 +688,9 @@ class EpisodeEnvironment(ToolEnvironment):
         return super()._finish(row, stop)
 
     def _end(self, row: _Row) -> None:
-        if row.session not in self._broken and row.session not in self._ended:
+        if row.session not in self._ended:
             self._ended[row.session] = self._episodes.end(row.session)
+
+    def _drop(self, row: _Row) -> None:
+        self._ended[row.session] = None
+        self._episodes.drop(row.session)

@@ -25,6 +25,7 @@ from grpo_roc_jax.model.choose import describe_choice, fastest
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import Mesh, param_shardings, platform_of, row_shards, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params
+from grpo_roc_jax.record.run_dir import write_whole
 from grpo_roc_jax.run.policy import COMPILING, COMPILING_LAYER, memory_parts, resident_bytes
 from grpo_roc_jax.settings.files import read_json_object
 
@@ -230,9 +231,7 @@ def choose(
     if not config.batch.rows:
         wanted = rows_of_a_step(config, trajectories)
         counts = row_counts(config, model, mesh, room, wanted)
-        with_rows = {
-            rows: dataclasses.replace(config, batch=dataclasses.replace(config.batch, rows=rows)) for rows in counts
-        }
+        with_rows = {rows: with_choices(config, {"batch.rows": rows}) for rows in counts}
 
         def update_of(rows: int) -> UpdateConfig:
             return named_update(with_rows[rows], model, mesh, room)
@@ -280,11 +279,9 @@ def record(run_dir: Path, about: str, chosen: dict[str, Any]) -> None:
         before = read_json_object(path)
     except (OSError, ValueError):
         before = {}
-    part = path.with_name(f"{FILE}.part")
     earlier = before.get(about)
     before[about] = (earlier if isinstance(earlier, dict) else {}) | chosen
-    part.write_text(json.dumps(before, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(before, indent=1) + "\n")
 
 
 def left_open(config: Config) -> set[str]:

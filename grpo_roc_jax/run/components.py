@@ -280,9 +280,9 @@ def read_text_and_shape(config: Config) -> tuple[TextConfig, Tokenizer, ModelCon
     Raises:
         ValueError, OSError: They cannot be read, or do not fit the settings.
     """
-    text = resolve_text(config)
-    tokenizer = load_tokenizer(text)
-    return text, tokenizer, resolve_model(resolve_config(config.model), tokenizer)
+    text, model = resolve_text(config), resolve_config(config.model)
+    tokenizer = load_tokenizer(text, model.vocab_size if model.path else 0)
+    return text, tokenizer, resolve_model(model, tokenizer)
 
 
 def check_together(config: Config, mesh: Mesh) -> None:
@@ -375,8 +375,7 @@ def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     """
     if model.vocab_size and model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size = {model.vocab_size} cannot hold the tokenizer's {tokenizer.vocab_size} ids; "
-            "set it to 0 or at least that, or name fewer text.tokenizer.added_tokens"
+            f"model.vocab_size = {model.vocab_size}; must be 0 or at least {tokenizer.vocab_size}, the tokenizer's ids"
         )
     return model if model.vocab_size else replace(model, vocab_size=tokenizer.vocab_size)
 

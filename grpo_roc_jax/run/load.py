@@ -27,7 +27,7 @@ from grpo_roc_jax.run.policy import PolicyModel, load_trained, split_checkpoint
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.settings.cli import ConfigError, build, config_errors, file_layers, load_config
 from grpo_roc_jax.settings.files import read_json_object
-from grpo_roc_jax.settings.layers import Layer, read_words
+from grpo_roc_jax.settings.layers import Layer, opened, read_words
 from grpo_roc_jax.settings.options import fields_of, settings
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.templates import TemplateError, load_template
@@ -95,7 +95,7 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
     if is_run(source):
         run, step = split_checkpoint(source)
         config = load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
-        config = config.staged()[stage_of(run, step)] if config.stages else config
+        config = config.staged()[min(stage_of(run, step), len(config.stages) - 1)] if config.stages else config
     else:
         words += published_words(source, overrides, dialogue=dialogue)
         config = load_config(Config, [*words, *overrides], prog=prog)
@@ -131,8 +131,9 @@ def serving_settings(source: str, overrides: Sequence[str], prog: str) -> Config
     if is_run(source):
         run, step = split_checkpoint(source)
         layers = [*file_layers(run / "config.yaml")]  # one, as a run writes it
-        stages, index = layers[-1].values.get("stages") or (), stage_of(run, step)
-        if index < len(stages) and isinstance(stages[index], dict):
+        stages = layers[-1].values.get("stages") or ()
+        index = min(stage_of(run, step), len(stages) - 1)
+        if stages and isinstance(stages[index], dict):
             layers.append(Layer(f"stage {index + 1}", dict(stages[index].get("set") or {})))
     else:
         layers = [read_words(published_words(source, overrides, dialogue=False))]
@@ -200,9 +201,8 @@ def published_words(source: str, overrides: Sequence[str], *, dialogue: bool) ->
         template = load_template(folder)
         words.append("--text.template=model")
         if not template.convention_for(()):
-            words.append(
-                "--text.calls=hermes"
-            )  # the template says nothing about tool calls; the system text describes their format to the model
+            # The template says nothing about tool calls; the system text describes their format to the model.
+            words.append("--text.calls=hermes")
     except TemplateError:
         words.append("--text.system=default")
     return words
@@ -220,7 +220,8 @@ def _base_model(adapter: Path, overrides: Sequence[str]) -> str:
     """The path of the model that an adapter belongs to: `--model.path`, or the one that the adapter names."""
     config = read_json_object(adapter / ADAPTER_CONFIG)
     named, revision = config.get("base_model_name_or_path") or "", config.get("revision") or "main"
-    path = str(read_words(overrides).values.get("model", {}).get("path", ""))
+    model = opened(read_words(overrides).values.get("model"))
+    path = str(model.get("path", "")) if isinstance(model, dict) else ""
     if not path and revision != "main" and not Path(named).is_dir():
         raise ConfigError(
             f"the adapter {adapter} belongs to revision {revision!r} of {named!r}, but the newest one would be "

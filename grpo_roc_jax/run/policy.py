@@ -55,14 +55,10 @@ from grpo_roc_jax.model.sharding import (
     row_shards,
     slot_shards,
 )
-from grpo_roc_jax.model.transformer import (
-    Params,
-    cast_params,
-    compute_dtype,
-    init_params,
-)
+from grpo_roc_jax.model.transformer import Params, cast_params, compute_dtype, init_params
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
+from grpo_roc_jax.settings.files import local_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,17 +200,12 @@ def split_checkpoint(path: str) -> tuple[Path, int | None]:
     Raises:
         ConfigError: There is no run at `path`.
     """
-    path_given = Path(path)
+    path_given = local_path(path)
     name = path_given.name.removeprefix("step_")
     is_run = (path_given / "config.yaml").is_file()  # of a name such as `runs/roc/0`
     step = int(name) if name.isdigit() and not is_run else None
-    run = (
-        path_given.parent.parent
-        if step is not None
-        else path_given.parent
-        if path_given.name == "checkpoints"
-        else path_given
-    )
+    run = path_given.parent if path_given.name == "checkpoints" else path_given
+    run = run if step is None else path_given.parent.parent
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} holds no config.yaml; name the directory of a run")
     return run, step

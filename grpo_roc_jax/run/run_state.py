@@ -29,6 +29,8 @@ class RunState:
     sampled: int = 0
     """Number of trajectories sampled so far."""
     accuracy_before: float | None = None
+    setup_before: float | None = None
+    """`eval/setup` of the evaluation that measured `accuracy_before`."""
     partial: tuple[PartialGroup, ...] = ()
     """Groups with rows that a deadline cut or that are still running, to be continued in the next step."""
     progress: StageProgress = field(default_factory=StageProgress)
@@ -40,6 +42,7 @@ class RunState:
             "data": self.stream.get_state(),
             "sampled": self.sampled,
             "accuracy_before": self.accuracy_before,
+            "setup_before": self.setup_before,
             "buffer": {"added": self.buffer.added, "taken": self.buffer.removed},
             "carried": [[group.step, group.place, group.temperature, group.born] for group in self.partial],
         }
@@ -62,7 +65,7 @@ class RunState:
         pairs = zip(groups, bundle.host["carried"], strict=True)
         self.partial = tuple(PartialGroup(group.problem, group.trajectories, *words) for group, words in pairs)
         self.step, self.sampled = bundle.step, bundle.host["sampled"]
-        self.accuracy_before = bundle.host["accuracy_before"]
+        self.accuracy_before, self.setup_before = bundle.host["accuracy_before"], bundle.host.get("setup_before")
 
 
 def _unscored(partial: PartialGroup) -> Group:

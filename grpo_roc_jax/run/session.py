@@ -297,7 +297,8 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
             if isinstance(error, Preempted) and not saved:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
             error.add_note(f"{words}; run the same command with --resume auto to continue")
-            for line in next_lines(session.run_dir, None, getattr(error, "status", None)) if saved else ():
+            status, named = getattr(error, "status", None), session.config.run_dir
+            for line in next_lines(session.run_dir, None, status, named) if saved else ():
                 session.writer.say(line)
         raise
 

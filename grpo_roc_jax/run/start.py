@@ -125,9 +125,8 @@ def cold_start(
     """
     if config.sft.steps:
         run.reference = ()  # frees its memory for the supervised stage
-        run.train = run.train.replace(
-            opt_state=()
-        )  # the stage has moments of its own, and reinforcement learning starts with new ones
+        # The stage has moments of its own, and reinforcement learning starts with new ones.
+        run.train = run.train.replace(opt_state=())
         params = supervise(config, policy, chat, run.train.params, writer or Writer([]))
         run.train = at_rest(config, start_train_state(params, policy.model, config.optim, policy.mesh, config.lora))
         run.reference = reference_copy(config, run)

@@ -17,9 +17,11 @@ from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import SFT_FILE, last_third, recorded, series
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
+from grpo_roc_jax.record.storage import is_address
 from grpo_roc_jax.record.trace import TraceRecord, context_of
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, NO_SIGNAL_STATUS
 from grpo_roc_jax.settings.files import read_json_object
+from grpo_roc_jax.settings.secrets import hidden
 from grpo_roc_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -68,19 +70,10 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
     """
     if supervised := recorded(run_dir / SFT_FILE):
         measured["left_out"] = measured.get("left_out", {}) | {"traces": int(supervised[-1].get("data/left_out", 0))}
-    summary = finite(
-        {
-            "name": config.name,
-            "seed": config.seed,
-            **measured,
-            **summarize_rows(recorded(run_dir)),
-            **{
-                name: value
-                for name, value in environment().items()
-                if name in ("versions", "python", "commit", "command")
-            },
-        }
-    )
+    here = environment()
+    about = {name: here[name] for name in ("versions", "python", "commit", "command")}
+    rows = summarize_rows(recorded(run_dir))
+    summary = finite({"name": config.name, "seed": config.seed, **measured, **rows, **about})
     try:
         reach("summary")
         write_whole(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1, allow_nan=False) + "\n")
@@ -99,8 +92,8 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return read_json_object(run_dir / SUMMARY_FILE)
 
 
-def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """The closing lines of a run."""
+def summary_lines(run_dir: Path, summary: dict[str, Any], named: str = "") -> list[str]:
+    """The closing lines of a run. `named`: `run_dir` of its configuration."""
 
     def shown(name: str, form: str = ".3f") -> str:
         value = summary.get(name)
@@ -117,19 +110,21 @@ def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         f"largest log-prob gap between sampling and training: {shown('max_logprob_gap', '.1e')}",
         f"{summary['seconds']:.0f} s on {summary['device']}",
         f"files: {run_dir} (summary.json, metrics.jsonl, trajectories/, checkpoints/, config.yaml)",
-        *next_lines(run_dir, summary),
+        *next_lines(run_dir, summary, named=named),
     ]
 
 
-def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None = None) -> list[str]:
+def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None = None, named: str = "") -> list[str]:
     """Suggests up to three commands to run next.
 
     Args:
         run_dir: Directory of the run.
         summary: Summary of a run that has ended; None for one that was stopped or has failed.
         status: Exit status of a run that was stopped for one of the reasons in `run.watch`.
+        named: `run_dir` of its configuration, which may be the address of a store.
     """
     run = shlex.quote(str(run_dir))
+    again = f"--run_dir {shlex.quote(hidden(named)) if is_address(named) else run} --resume auto"
     alarms = [event for event in read_events(run_dir) if event.get("action") or event["event"] == "stalled"]
     last = f"; the last of {len(alarms)} alarms is {alarms[-1]['event']} at step {alarms[-1]['step']}" if alarms else ""
     view = (f"{PROG} view {run}", f"curves, groups and rollouts in the browser{last}")
@@ -142,9 +137,9 @@ def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None
             else (f"{PROG} plot {run}", "its curves as a picture"),
             INFRASTRUCTURE_STATUS: (f"{PROG} doctor", "what this machine can do"),
         }.get(status, (f"{PROG} chat {run}", "ask the policy that is saved"))
-        commands = [(f"the same command with --run_dir {run} --resume auto", "goes on from here"), view, third]
+        commands = [(f"the same command with {again}", "goes on from here"), view, third]
     elif not summary["steps"]:
-        commands = [(f"the same command of train with --run_dir {run} --resume auto", "reinforcement learning"), view]
+        commands = [(f"the same command of train with {again}", "reinforcement learning"), view]
         commands.append((f"{PROG} chat {run}", "ask the policy"))
     else:
         measured = (f"{PROG} evaluate {run} --samples 16", "its accuracy, from more samples")

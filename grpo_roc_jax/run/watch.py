@@ -72,10 +72,8 @@ class Watch:
             Stopped: All rollouts of the step ended by one failure. A failure that the policy caused ends a run only if
                 no rollout has ended without failure so far.
         """
-        before, self._passed = (
-            self._passed,
-            self._passed or sum(failure.count for failure in failures.values()) < rollouts,
-        )
+        before, failed = self._passed, sum(failure.count for failure in failures.values())
+        self._passed = before or failed < rollouts
         if not failures:
             return
         worst = max(failures.values(), key=lambda failure: failure.count)

@@ -25,8 +25,8 @@ REPORTED_KINDS = ("ok", "exception", "syntax_error", "memory_limit", "output_lim
 TEXTS = ("kind", "error_type", "error_message", "traceback", "echo")
 NOTE_CHARS = 64
 """Room for the child's note about what it left out of a long echo."""
-RECORD_BYTES = 1 << 20
-"""Bytes of a child's record that are read."""
+QUOTED_BYTES, RECORD_ROOM = 12, 1 << 17
+"""Most bytes of a character in a child's record, and of the record without its echo. No more of it is read."""
 
 IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([^#\n;]+))", re.M)
 DYNAMIC = re.compile(
@@ -227,7 +227,8 @@ class PendingCall:
         lengths = tuple(os.fstat(fd).st_size for fd in self.fds)
         sizes = tuple(file_size(fd) for fd in self.fds)
         keep = limits.output_kb << 10
-        record = parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce, keep)
+        most = min(lengths[2], QUOTED_BYTES * (keep + NOTE_CHARS) + RECORD_ROOM)
+        record = parse_record(os.pread(record_fd, most, 0), self.nonce, keep)
         outcome = decide(done, record, sizes, limits)
         outcome.stdout, cut_out = read_ends(out, lengths[0], keep)
         outcome.stderr, cut_err = read_ends(err, lengths[1], keep)

@@ -7,14 +7,20 @@ untrusted data. Standard library only.
 
 import _ast
 import _json
+import _random
 import _socket
 import _thread
 import atexit
+import gc
 import linecache
+import logging
 import mmap
 import posix
+import random
 import sys
 import threading
+import weakref
+from importlib.machinery import PathFinder
 
 EPERM, EACCES, EROFS, ENOSYS = 1, 13, 30, 38
 PARSE_ONLY = 0x400
@@ -24,7 +30,19 @@ FUTURE_FLAGS = 0x1FF0000 | 0x2000
 RESULT_FD = 3
 NONCE_BYTES = 32
 MESSAGE_CHARS = 500
+NAME_CHARS = 200
 TRACE_FRAMES = 20
+PROGRAM, FILE = "<program>", "main.py"
+"""Name of the code of a program, and its `__file__`."""
+SHOWN_OF_GROUP = 3
+"""Exceptions of a group that are named."""
+SHOWN_NOTES = 10
+QUOTED_BYTES = 12
+"""Most bytes of a character in the record."""
+RECORD_ROOM = 1 << 17
+"""Bytes of a record without its echo, at most."""
+MOST_RECORD = 3584 << 10
+"""Longest record; with two streams of 2 MiB it fits into a frame."""
 CUT_NOTE = "[... %d characters omitted ...]"
 
 _quote = _json.encode_basestring_ascii
@@ -36,6 +54,8 @@ _exit_code = SystemExit.__dict__["code"].__get__
 _syntax_line = SyntaxError.__dict__["lineno"].__get__
 _syntax_text = SyntaxError.__dict__["msg"].__get__
 _errno = OSError.__dict__["errno"].__get__
+_members = BaseExceptionGroup.__dict__["exceptions"].__get__
+_whole = int.__dict__["__int__"]
 _exit = posix._exit
 _write = posix.write
 _pwrite = posix.pwrite
@@ -43,15 +63,34 @@ _pread = posix.pread
 _expression = _ast.Expression
 _expression_statement = _ast.Expr
 _sys = sys.__dict__
+_usual_hook = sys.excepthook
+_WITHOUT_END = frozenset((type(sys), type(None), bool, int, float, str, bytes))
+"""Kinds of global values that do nothing when they are freed."""
+_NEEDED_LAST = (type(sys), type(linecache.getline), type, int, float, str, bytes, list, tuple, dict, set)
+"""Kinds of global values that others may need when they are freed."""
 _known_lines = linecache.cache
 _threads = _thread._count
 _wait_for_threads = threading._shutdown
 _run_exit_functions = atexit._run_exitfuncs
 _exit_function_count = atexit._ncallbacks
+_log_handlers = logging._handlerList
+_own_exit_functions, _own_log_handlers = _exit_function_count(), len(_log_handlers)
+"""Those of the warm interpreter, which have nothing to do for a program that has none itself."""
+_collect = gc.collect
+_collector_stats = gc.get_stats
+_referrers = gc.get_referrers
+_reference = weakref.ref
+_find_by_path = PathFinder.find_spec
+_generator = random._inst
+_get_state, _set_state = _random.Random.getstate, _random.Random.setstate
 _streams = (sys.stdout, sys.stderr)
 _copies = []
 _recvmsg = _socket.socket.recvmsg
 _send = _socket.socket.send
+
+
+class _Mark:
+    """Shows whether the names of a program are still there."""
 
 
 class ProgramReport:
@@ -88,11 +127,12 @@ class ProgramNamespace:
     """The namespace in which code runs, and the sources so far."""
 
     def __init__(self, settings):
-        self.settings, self.sources, self.flags = settings, {}, 0
+        self.settings, self.sources, self.flags, self.seeded = settings, {}, 0, False
+        self.collections = _old_collections()
         self.module = type(sys)("__main__")
         self.names = self.module.__dict__
         self.names["__builtins__"] = sys.modules["builtins"]
-        self.names["__file__"] = "main.py"
+        self.names["__file__"] = FILE
         sys.modules["__main__"] = self.module
 
     def execute(self, report, source, name):
@@ -112,32 +152,79 @@ class ProgramNamespace:
                 self.echo(report, value)
         except BaseException as error:
             self.describe(report, error, name)
+            self.call_hook(error)
 
     def compile(self, source, name):
         """Code of the statements, and of the last one if it is an expression."""
         tree = compile(source, name, "exec", PARSE_ONLY | self.flags, True)
-        lines = self.sources[name] = source.splitlines()
-        # For tracebacks that the program prints itself, and for `inspect`.
+        lines = self.sources[name] = lines_of(source)
+        # For tracebacks that the program prints itself, and for `inspect`, which looks for classes by `__file__`.
         _known_lines[name] = (len(source), None, [line + "\n" for line in lines], name)
-        last = None
-        if tree.body and type(tree.body[-1]) is _expression_statement:
-            last = _expression(tree.body.pop().value)
-        body = compile(tree, name, "exec", self.flags, True) if tree.body else None
+        if name == PROGRAM:
+            _known_lines[FILE] = _known_lines[name]
+        last = tree.body.pop() if tree.body and type(tree.body[-1]) is _expression_statement else None
+        try:
+            return self.code_of(tree if tree.body else None, None if last is None else _expression(last.value), name)
+        except RecursionError:
+            # The interpreter accepts text that is nested deeper than its syntax trees may be.
+            return self.code_of(*_split(lines, last), name)
+
+    def code_of(self, statements, expression, name):
+        """Code of statements and of the expression after them, each a tree, a text or None."""
+        body = None if statements is None else compile(statements, name, "exec", self.flags, True)
         if body is not None:
             self.flags |= body.co_flags & FUTURE_FLAGS
-        return body, None if last is None else compile(last, name, "eval", self.flags, True)
+        return body, None if expression is None else compile(expression, name, "eval", self.flags, True)
+
+    def call_hook(self, error):
+        """Call what the program has put in place of `sys.excepthook`, as an interpreter does."""
+        try:
+            if _sys["excepthook"] is _usual_hook or issubclass(type(error), SystemExit):
+                return
+            trace = _error_trace(error)
+            while trace is not None and trace.tb_frame.f_code.co_filename not in self.sources:
+                trace = trace.tb_next
+            _sys["excepthook"](type(error), error, trace)
+        except BaseException:
+            return
+
+    def release(self):
+        """Let go of what the program has made, so that its objects can still act: files write what they hold,
+        `__del__` is called, generators leave their `try`.
+
+        As at the end of an interpreter, all global names stay until nothing can use them. Only if something outside of
+        the program has one of its functions, which keeps them, are they taken away one by one.
+        """
+        for value in self.names.values():
+            if type(value) not in _WITHOUT_END:
+                break
+        else:
+            return
+        mark = _Mark()
+        alive = _reference(mark)
+        self.names["__doc__"] = mark
+        _sys["modules"].pop("__main__", None)
+        self.module = self.names = mark = value = None
+        # A collection of the oldest objects also empties free lists, whose pages are shared with the warm interpreter.
+        _collect(1 if self.collections == _old_collections() else 2)
+        for names in () if alive() is None else _referrers(alive()):
+            if type(names) is dict:
+                for name in [*names]:
+                    if not issubclass(type(names.get(name)), _NEEDED_LAST):
+                        names.pop(name, None)
+                _collect()
+                names.clear()
 
     def echo(self, report, value):
-        """Note the repr of the last expression, cut in the middle if it is long."""
-        text, most = repr(value), self.settings.output_bytes
-        if len(text) > self.settings.kill_bytes:
+        """Note the repr of the last expression, cut in the middle if it or its record would be too long."""
+        text, kill_bytes = repr(value), self.settings.kill_bytes
+        if len(text) > kill_bytes:
             report.kind = "output_limit"
-        if len(text) > min(most, self.settings.kill_bytes):
-            report.truncated = True
-        if len(text) > most:
-            half = most // 2
-            text = text[:half] + "\n" + CUT_NOTE % (len(text) - 2 * half) + "\n" + text[-half:]
-        report.echo = text
+        room = min(kill_bytes, MOST_RECORD) - RECORD_ROOM
+        report.echo = _cut(text, self.settings.output_bytes)
+        if len(report.echo) * QUOTED_BYTES > room and len(_quote(report.echo)) > room:
+            report.echo = _cut(text, max(0, room // QUOTED_BYTES))
+        report.truncated = report.echo is not text
 
     def describe_parse(self, report, error, source):
         """Note why a source could not be parsed.
@@ -146,7 +233,7 @@ class ProgramNamespace:
         """
         kind = type(error)
         report.kind = "memory_limit" if issubclass(kind, MemoryError) and len(source) > 1 << 20 else "syntax_error"
-        report.error_type = _type_name(kind)
+        report.error_type = _type_name(kind)[:NAME_CHARS]
         if issubclass(kind, SyntaxError):
             line = _syntax_line(error)
             report.error_line = line if type(line) is int else None
@@ -158,17 +245,15 @@ class ProgramNamespace:
         """Note type, message, line and frames of the exception that ended the program."""
         kind = type(error)
         if issubclass(kind, SystemExit):
-            code = _exit_code(error)
-            if code is None or (type(code) in (int, bool) and code & 0xFF == 0):
-                report.exit_code = 0
+            report.exit_code = _exit_status(_exit_code(error))
+            if report.exit_code == 0:
                 return
-            report.exit_code = code & 0xFF if type(code) in (int, bool) else 1
         report.kind = "exception"
         if issubclass(kind, MemoryError):
             report.kind = "memory_limit"
             if self.settings.reserve is not None:
                 self.settings.reserve.close()
-        report.error_type = _type_name(kind)
+        report.error_type = _type_name(kind)[:NAME_CHARS]
         report.denied = self.was_denied(error)
         frames, step = [], _error_trace(error)
         while step is not None:
@@ -179,7 +264,7 @@ class ProgramNamespace:
                     report.error_line = step.tb_lineno
             step = step.tb_next
         report.traceback = self.show(frames)
-        report.error_message = _clip(error)
+        report.error_message = _message(error)
 
     def was_denied(self, error):
         """Whether an exception in the chain of causes has an errno by which the sandbox refuses something."""
@@ -202,11 +287,85 @@ class ProgramNamespace:
                 lines.append("  ...")
                 continue
             name, line, function = frame
-            lines.append('  File "%s", line %d, in %s' % (name, line, function))  # noqa: UP031
+            lines.append('  File "%s", line %d, in %s' % (name, line, function[:NAME_CHARS]))  # noqa: UP031
             source = self.sources[name]
             if 0 < line <= len(source):
                 lines.append("    " + source[line - 1].strip()[:160])
         return "\n".join(lines)
+
+
+def lines_of(source):
+    """The lines of a program as the interpreter counts them; `splitlines` splits at other characters too."""
+    lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+def _split(lines, statement):
+    """The text before the last statement, and that of the statement on its line; all of it and None without one."""
+    if statement is None:
+        return "\n".join(lines), None
+    first, end = statement.lineno - 1, statement.end_lineno
+    before = [*lines[:first], _piece(lines[first], 0, statement.col_offset)]
+    inner = lines[first:end]
+    inner[-1] = _piece(inner[-1], 0, statement.end_col_offset)
+    inner[0] = _piece(inner[0], statement.col_offset, None)
+    return "\n".join(before), "\n" * first + "\n".join(inner)
+
+
+def _piece(line, start, end):
+    """A part of a line between offsets in bytes."""
+    return line.encode()[start:end].decode()
+
+
+def _cut(text, most):
+    """Text without its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return text[:half] + "\n" + CUT_NOTE % (len(text) - 2 * half) + "\n" + text[len(text) - half :]
+
+
+def _exit_status(code):
+    """The status with which an interpreter exits by `sys.exit(code)`."""
+    if code is None:
+        return 0
+    if not issubclass(type(code), int):
+        return 1
+    number = _whole(code)
+    return number & 0xFF if -(1 << 63) <= number < 1 << 63 else 0xFF
+
+
+def _message(error):
+    """The text of an exception, with the exceptions in a group, then its notes."""
+    text = _clip(error)
+    try:
+        members = ["%s: %s" % (_type_name(type(one)), _clip(one)) for one in _leaves(error)]  # noqa: UP031
+        if members:
+            text += ": " + "; ".join([member.removesuffix(": ") for member in members])
+        notes = getattr(error, "__notes__", None)
+        if type(notes) is list:
+            text = "\n".join([text, *[note for note in notes[:SHOWN_NOTES] if type(note) is str]])
+    except BaseException:
+        pass
+    return text[:MESSAGE_CHARS]
+
+
+def _leaves(error):
+    """The first exceptions in a group that are no groups themselves."""
+    leaves, rest = [], [error] if issubclass(type(error), BaseExceptionGroup) else []
+    while rest and len(leaves) < SHOWN_OF_GROUP:
+        one = rest.pop()
+        if issubclass(type(one), BaseExceptionGroup):
+            rest += _members(one)[SHOWN_OF_GROUP - 1 :: -1]
+        else:
+            leaves.append(one)
+    return leaves
+
+
+def _old_collections():
+    """Numbers of collections that have made objects the oldest."""
+    _, middle, oldest = _collector_stats()
+    return middle["collections"], oldest["collections"]
 
 
 def _clip(error):
@@ -227,8 +386,34 @@ def _flush():
             continue
 
 
+class NumpySeeder:
+    """Finds `numpy.random`, and seeds it when a program imports it."""
+
+    seed = 0
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "numpy.random":
+            return None
+        spec = _find_by_path(name, path, target)
+        load = getattr(spec and spec.loader, "exec_module", None)
+        if load is not None:
+
+            def load_and_seed(module):
+                load(module)
+                module.seed(self.seed)
+
+            spec.loader.exec_module = load_and_seed
+        return spec
+
+
+_numpy_seeder = NumpySeeder()
+if "numpy.random" not in sys.modules:
+    sys.meta_path.insert(0, _numpy_seeder)
+
+
 def seed_generators(seed):
     """Seed random generators, so that equal seeds give equal draws; children would share numpy's state otherwise."""
+    _numpy_seeder.seed = seed & 0xFFFFFFFF
     for name, bits in (("random", 64), ("numpy.random", 32)):
         try:
             if name in sys.modules:
@@ -244,11 +429,11 @@ def run_program(source, settings, seed):
     program, report, closing = ProgramNamespace(settings), ProgramReport(), [False]
     try:
         try:
-            program.execute(report, source, "<program>")
+            program.execute(report, source, PROGRAM)
         except BaseException as error:
             # Another thread may raise an exception in this one at any point, even between the lines of `execute`.
             report = ProgramReport()
-            program.describe(report, error, "<program>")
+            program.describe(report, error, PROGRAM)
     except BaseException:
         report = ProgramReport()
         report.kind = "exception"
@@ -256,7 +441,7 @@ def run_program(source, settings, seed):
         try:
             if not closing[0]:
                 closing[0] = True
-                _close(program, report)
+                _close(program)
             data = report.pack()
             try:
                 _pwrite(RESULT_FD, data, NONCE_BYTES)
@@ -267,16 +452,16 @@ def run_program(source, settings, seed):
     _exit(1)
 
 
-def _close(program, report):
+def _close(program):
     """Do what an interpreter does at exit: wait for threads, run exit functions, let objects flush what they hold."""
     _flush()
     try:
         if _threads():
             _wait_for_threads()
-        if _exit_function_count():
+        if _exit_function_count() > _own_exit_functions or len(_log_handlers) > _own_log_handlers:
             _run_exit_functions()
-        if not _threads() and report.kind == "ok":
-            program.names.clear()
+        if not _threads():
+            program.release()
     except BaseException:
         pass
     _flush()
@@ -320,10 +505,14 @@ def _copy_state(control, descriptor):
     """Fork. The copy waits on its own connection, the original on the old one."""
     try:
         _reap_copies()
+        state, next_gauss = _get_state(_generator), _generator.gauss_next
         pid = posix.fork()
     except BaseException:
         pid = -1
     if pid == 0:
+        # `random` seeds itself anew in a fork.
+        _set_state(_generator, state)
+        _generator.gauss_next = next_gauss
         _copies.clear()
         control.close()
         control = _socket.socket(fileno=descriptor)
@@ -351,7 +540,10 @@ def _run_cell(program, settings, control, fds, data, idle):
     report = ProgramReport()
     try:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-        seed_generators(seed)
+        if not program.seeded:
+            # Later cells draw on, from where a copy or a second run of these cells would draw on too.
+            program.seeded = True
+            seed_generators(seed)
         program.execute(report, source, "<cell %d>" % number)  # noqa: UP031
     except BaseException as error:
         report = ProgramReport()

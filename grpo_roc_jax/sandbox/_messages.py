@@ -21,6 +21,9 @@ _LEAST = {
     "memory_mb": 1, "scratch_mb": 1, "file_mb": 1, "descriptors": 16, "threads": 1, "processes": 1, "sessions": 1,
 }  # fmt: skip
 """Least value of a number; 0 for the others."""
+_MOST = {"output_kb": 2048}
+"""Greatest value of a number. Two streams of this size, in which a byte that is no text takes three, fit into a frame
+with a report."""
 _ABOVE_0 = ("wall_s", "cpu_s")
 
 
@@ -41,8 +44,10 @@ def _requirement(name: str, kind: Any, value: Any) -> str:
     if kind in (int, float):
         least, above = _LEAST.get(name, 0), name in _ABOVE_0
         number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        fits = number and least <= value < math.inf and not (above and value == least)
+        most = _MOST.get(name, math.inf)
+        fits = number and least <= value <= most and value != math.inf and not (above and value == least)
         must = f"a {'whole ' if kind is int else ''}number {'above' if above else 'of at least'} {least}"
+        must += f" and at most {most}" if name in _MOST else ""
     elif get_origin(kind) is tuple:
         item = get_args(kind)[0]
         fits = isinstance(value, tuple | list) and all(isinstance(each, item) for each in value)

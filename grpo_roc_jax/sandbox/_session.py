@@ -2,9 +2,9 @@
 
 The worker keeps a copy of the state, which is a fork of the session that is stopped until it is needed, and a log of
 the few cheap cells since the copy was made. If a cell has to be killed, the copy takes over and runs the logged cells
-again, with their seeds and without output; the session continues as if the killed cell had not been run. A copy costs
-the following cells milliseconds of page faults. It is renewed only if the cells since have used `session_replay_ms` of
-CPU time, or if running them again may give another state (`exact`: the session uses the clock, files, threads ...).
+again, without output; the session continues as if the killed cell had not been run. A copy costs the following cells
+milliseconds of page faults. It is renewed only if the cells since have used `session_replay_ms` of CPU time, or if
+running them again may give another state (`exact`: the session uses the clock, files, threads ...).
 
 Between cells the session is stopped, threads and all, so that they compute, write and hold no core while nothing
 measures them. The first line of the next cell sees them where they were. What a session could compute nevertheless,

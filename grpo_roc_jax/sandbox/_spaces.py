@@ -130,6 +130,8 @@ def _make_devices(base: str) -> None:
     for path in DEVICES:
         if os.path.exists(path):
             _bind(path, base + path, devices=True)
+    # Semaphores and shared memory of programs: bounded, and gone with the call, as all their files.
+    os.symlink(SCRATCH, base + "/dev/shm")
     os.symlink("/proc/self/fd", base + "/dev/fd")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"{base}/dev/{name}")

@@ -4,11 +4,13 @@ It never sees a program. Every child starts with its memory: imported modules, t
 huge pages, all of it frozen for the garbage collector.
 """
 
+import _imp
 import atexit
 import builtins
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import select
 import signal
@@ -36,6 +38,8 @@ ARENA_BITS = 20
 PLUG_LIMIT = 100_000
 """Most objects per size with which holes in the heap are filled."""
 PLUGS: list = []
+CODE_NAME = "<sandbox>"
+"""In place of the names of these files; `tools.observation` leaves their frames out."""
 
 WARM_UP = {
     "numpy": """
@@ -92,15 +96,29 @@ def warm(preload: tuple[str, ...]) -> _messages.RootReady:
     if threads != 1:
         raise RuntimeError(f"{threads} threads after importing {list(preload)}; a root must have one to fork")
     atexit._clear()
+    atexit.register(logging.shutdown)
     sys.stdout.reconfigure(line_buffering=True)
     # Programs may import modules that they write to their directory.
     sys.path.insert(0, "")
     gc.collect()
+    hide_files()
     PLUGS.append(fill_holes())
     gc.freeze()
     with contextlib.suppress(OSError, ValueError):
         _kernel.collapse_heap()
     return _messages.RootReady(versions)
+
+
+def hide_files() -> None:
+    """Give the code of these modules one name: programs can print the frames that they run in, and what they print
+    should not differ between hosts."""
+    folder = os.path.dirname(__file__) + os.sep
+    modules = [module for name, module in sys.modules.items() if name.startswith(__package__)]
+    things = [thing for module in modules for thing in vars(module).values()]
+    things += [part for thing in things if isinstance(thing, type) for part in vars(thing).values()]
+    for thing in things:
+        if isinstance(thing, types.FunctionType) and thing.__code__.co_filename.startswith(folder):
+            _imp._fix_co_filename(thing.__code__, CODE_NAME)
 
 
 def fill_holes() -> list:
@@ -127,7 +145,7 @@ def load_harness() -> types.ModuleType:
     harness = types.ModuleType("_harness")
     harness.__dict__["__builtins__"] = dict(builtins.__dict__)
     with open(path, encoding="utf-8") as file:
-        exec(compile(file.read(), "<harness>", "exec"), harness.__dict__)
+        exec(compile(file.read(), CODE_NAME, "exec"), harness.__dict__)
     return harness
 
 

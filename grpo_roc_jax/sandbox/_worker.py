@@ -4,6 +4,7 @@ No program text ever enters this process: a memory file carries it from the exec
 Otherwise later children would find earlier programs in the heap that they inherit.
 """
 
+import _signal
 import contextlib
 import errno
 import fcntl
@@ -187,12 +188,14 @@ class Worker:
         return CallDone(number, status, why, fault, usage.ru_maxrss, wall, cpu)
 
     def become_child(self, fds: list[int], targets: list[int]) -> None:
-        """Give the child a process group, which can be killed as one, and its descriptors.
+        """Give the child a process group, which can be killed as one, its descriptors, and Python's handler of SIGINT,
+        which all other processes ignore.
 
         It stays in the session of the executor, since Linux gives each session an equal share of the cores (autogroup):
         ten endless loops with sessions of their own would leave the executor a twelfth.
         """
         os.setpgid(0, 0)
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # faster than that of `signal`
         isolation.offer_to_oom_killer(self.host_proc)
         moved = list(fds)
         while min(moved) < len(targets):

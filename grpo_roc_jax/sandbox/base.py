@@ -111,10 +111,23 @@ class ProgramExecutor:
 
     def _run_program(self, ticket: Ticket) -> None:
         ticket.can_share = self._shared is not None and ticket.program.session is None
-        if ticket.can_share:
-            self._share(ticket)
-        else:
-            self._launch(ticket)
+        try:
+            if ticket.can_share:
+                self._share(ticket)
+            else:
+                self._launch(ticket)
+        except BaseException:
+            self._take_back(ticket)
+            raise
+
+    def _take_back(self, ticket: Ticket) -> None:
+        """Await no result of a call that could not be started. Its id may be used again."""
+        with self._mutex:
+            if self._tickets.get(ticket.program.id) is ticket:
+                del self._tickets[ticket.program.id]
+            heir = self._shared.leave(ticket) if ticket.can_share else None
+        if heir is not None and heir.program.id in self._tickets:
+            self._launch(heir)
 
     def _share(self, ticket: Ticket) -> None:
         """Answer a program by the result of another one with the same text, or launch it."""

@@ -313,8 +313,9 @@ class Executor(ProgramExecutor):
                 self._finish(program.id, ToolResult("sandbox_error", error_message=message, session_id=session))
                 return
             self._sessions.add(session)
+        frame = pack_call(program.id, session, program.seed & (2**64 - 1), ticket.attempt, code, stdin)
         self._sent.add(program.id)
-        self._write(pack_call(program.id, session, program.seed & (2**64 - 1), ticket.attempt, code, stdin))
+        self._write(frame)
 
     def _send(self, message: _messages.Message) -> None:
         self._write(pack_frame(_messages.encode(message)))

@@ -1,9 +1,16 @@
 """A program to run, and the data that an executor has on it until it has a result."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from grpo_roc_jax.sandbox._wire import MAX_FRAME
 from grpo_roc_jax.sandbox.result import ToolResult
+
+MOST_TEXT = MAX_FRAME - (1 << 16)
+"""Most bytes of a program's code, input and names together: they travel to the executor process in one frame."""
+NAME_BYTES = 12
+"""Bytes that a character of a name may take there."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +24,27 @@ class Program:
     session: str | None = None
     """Programs with the same session share their variables and run in the order in which they were submitted."""
     seed: int = 0
-    """Seeds the program's `random` and `numpy.random`."""
+    """Seeds `random` and `numpy.random` of the program. In a session only the first cell's counts: later cells draw on,
+    also from a seed that an earlier one set."""
 
     def __post_init__(self) -> None:
         for name in ("id", "code", "stdin", *(("session",) if self.session is not None else ())):
             if not isinstance(value := getattr(self, name), str):
                 raise TypeError(f"Program.{name} is {value!r:.80} ({type(value).__name__}); must be text")
+        if type(self.seed) is not int:
+            try:
+                object.__setattr__(self, "seed", operator.index(self.seed))
+            except TypeError:
+                got = f"{self.seed!r:.80} ({type(self.seed).__name__})"
+                raise TypeError(f"Program.seed is {got}; must be a whole number") from None
+        names = NAME_BYTES * (len(self.id) + len(self.session or ""))
+        if 4 * (len(self.code) + len(self.stdin)) + names > MOST_TEXT:
+            size = sum(len(text.encode("utf-8", "surrogatepass")) for text in (self.code, self.stdin)) + names
+            if size > MOST_TEXT:
+                raise ValueError(
+                    f"program {self.id!r:.80} has {size} bytes of code, input and names; must be at most {MOST_TEXT}; "
+                    "let it read long data from a file (`read_paths`)"
+                )
 
 
 @dataclass

@@ -35,17 +35,32 @@ def answer_of(result: ToolResult) -> dict[str, Any]:
         return {"status": "SandboxError", "message": message, "run_result": None} | rest
     late = result.kind == "timeout"
     stderr = result.stderr
-    # As an interpreter prints it at the end of a program that raised; it prints nothing for a program that exits.
-    if result.error_type not in ("", "EarlyExit", "SystemExit"):
-        frames = f"Traceback (most recent call last):\n{result.traceback}\n" if result.traceback else ""
+    if said := last_words(result):
         gap = "\n" if stderr and not stderr.endswith("\n") else ""
-        stderr += f"{gap}{frames}{result.error_type}: {result.error_message}\n"
+        stderr += f"{gap}{said}\n"
     run = {
         "status": "TimeLimitExceeded" if late else "Finished", "execution_time": result.wall_ms / 1000,
         "return_code": None if late else exit_status(result), "stdout": result.stdout, "stderr": stderr,
     }  # fmt: skip
     status = "Success" if run["return_code"] == 0 else "Failed"
     return {"status": status, "message": "", "run_result": run} | rest
+
+
+def last_words(result: ToolResult) -> str:
+    """What an interpreter prints at the end of a program that raised; empty for one that exits, unless it gives a text
+    as its status."""
+    kind, message = result.error_type, result.error_message
+    if kind == "SystemExit":
+        try:
+            return "" if message in ("True", "False") or int(message) & 0xFF == result.exit_code else message
+        except ValueError:
+            return message
+    if kind in ("", "EarlyExit"):
+        return ""
+    frames = f"Traceback (most recent call last):\n{result.traceback}\n" if result.traceback else ""
+    if result.kind == "syntax_error" and result.error_line is not None:
+        frames = f'  File "<program>", line {result.error_line}\n'
+    return frames + (f"{kind}: {message}" if message else kind)
 
 
 def exit_status(result: ToolResult) -> int:
@@ -67,9 +82,12 @@ def read_request(body: bytes, limit_s: float) -> tuple[Any, Any, float | None]:
         raise ValueError(f"language {request.get('language')!r} is not offered; only python is")
     if request.get("files") or request.get("fetch_files"):
         raise ValueError("files and fetch_files are not offered; programs start in an empty directory")
-    timeout_s = request.get("run_timeout")
-    shorter = isinstance(timeout_s, int | float) and 0 < timeout_s < limit_s
-    return request.get("code"), request.get("stdin") or "", timeout_s if shorter else None
+    timeout_s, stdin = request.get("run_timeout"), request.get("stdin")
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and timeout_s > 0):
+        raise ValueError(f"run_timeout is {timeout_s!r:.80}; must be a number of seconds above 0")
+    shorter = timeout_s is not None and timeout_s < limit_s
+    return request.get("code"), "" if stdin is None else stdin, timeout_s if shorter else None
 
 
 def fault_of(code: Any, stdin: Any) -> str:

@@ -59,7 +59,23 @@ class DialogueMessage:
             before, mark, rest = text.partition(CALLS_AS_TEXT)
             if mark and not calls and (written := _written_calls(rest)):
                 text, calls = before, tuple(call for call, _ in written)
-        return json.dumps([self.role, " ".join(text.split()), calls])
+            text = " ".join(text.split())
+        return json.dumps([self.role, text.strip(), calls])
+
+    @property
+    def thought(self) -> str:
+        """The form in which thoughts are compared; empty if the message has none."""
+        marked = self.role == "assistant" and self.text.lstrip().startswith(tuple(mark for mark, _ in THOUGHTS))
+        return " ".join((self.reasoning or (split_thought(self.text)[0] if marked else "")).split())
+
+
+@dataclass(frozen=True, eq=False)
+class SampledDialogue:
+    """A conversation up to and with a sampled turn."""
+
+    ids: np.ndarray
+    calls: tuple[ToolCall, ...]
+    """Of that turn; their own ids and names may stand around their results."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,8 @@ class Context:
     """Parses the answer."""
     tools: bool
     """Whether calls in the answer are reported as such."""
+    thoughts: tuple[str, ...] = ()
+    """The thought of each of these messages, empty for none."""
     known: int = 0
     """First ids that come from earlier turns."""
     begun: DialogueMessage | None = None
@@ -102,9 +120,10 @@ class Dialogues:
         self._config, self._tokenizer = replace(config, instruction="", tools_section=False), tokenizer
         self._most_tokens = most_tokens
         self._formats: OrderedDict[tuple[str, str], ChatFormat] = OrderedDict()
-        self._known: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._sampled_calls: dict[bytes, tuple[ToolCall, ...]] = {}
-        """Of the last turn of what is known; their own ids and names may stand around their results."""
+        self._known: OrderedDict[tuple[bytes, tuple[str, ...]], SampledDialogue] = OrderedDict()
+        """By the digest of the messages and the thought of each."""
+        self._thoughts: dict[bytes, dict[tuple[str, ...], None]] = {}
+        """The thoughts of what is known, by the digest of the messages; the last sampled last."""
         self.remembered = 0
         """Number of ids that are remembered."""
 
@@ -133,13 +152,17 @@ class Dialogues:
             )
         key = _digest(session.encode(errors="replace"), system.encode(), listed.encode())
         keys = [key := _digest(key, turn.normal.encode()) for turn in turns]
+        thoughts = tuple(turn.thought for turn in turns)
         ids: list[int] = []
         begin = 0
         calls: tuple[ToolCall, ...] = ()
         for i in reversed(range(len(turns))):
-            if turns[i].role == "assistant" and (entry := self._known.get(keys[i])) is not None:
-                self._known.move_to_end(keys[i])
-                ids, begin, calls = entry.tolist(), i + 1, self._sampled_calls[keys[i]]
+            kept = self._kept(keys[i], thoughts[: i + 1]) if keys[i] in self._thoughts else None
+            if kept is not None:
+                self._known.move_to_end((keys[i], kept))
+                entry = self._known[keys[i], kept]
+                ids, begin, calls = entry.ids.tolist(), i + 1, entry.calls
+                thoughts = kept + thoughts[i + 1 :]
                 break
         known = len(ids)
         opened = self._extend(chat, ids, turns[begin:], calls)
@@ -159,20 +182,34 @@ class Dialogues:
                 )
             begun_ids = chat.raw_ids(chat.call_opening(forced))
             ids += begun_ids
-        return Context(np.asarray(ids, np.int32), key, chat, bool(tools), known, begun, tuple(begun_ids))
+        return Context(np.asarray(ids, np.int32), key, chat, bool(tools), thoughts, known, begun, tuple(begun_ids))
+
+    def _kept(self, key: bytes, thoughts: tuple[str, ...]) -> tuple[str, ...] | None:
+        """The thoughts under which messages are known, the last sampled first; None if a request gives others."""
+        for kept in reversed(self._thoughts[key]):
+            if all(given in ("", own) for given, own in zip(thoughts, kept, strict=True)):
+                return kept
+        return None
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
         """Notes the ids of a conversation up to and with the answer to its last message."""
         turn = message_of(answer)
-        if context.begun is not None:
-            turn = replace(turn, text=context.begun.text + turn.text)
-        key = _digest(context.key, turn.normal.encode())
-        self.remembered += len(ids) - len(self._known.pop(key, ()))
-        self._known[key], self._sampled_calls[key] = ids, answer.calls
+        if (begun := context.begun) is not None:
+            turn = replace(turn, text=begun.text + turn.text, reasoning=begun.reasoning + turn.reasoning)
+        key, thoughts = _digest(context.key, turn.normal.encode()), (*context.thoughts, turn.thought)
+        if (key, thoughts) in self._known:
+            self._forget(key, thoughts)
+        self._known[key, thoughts] = SampledDialogue(ids, answer.calls)
+        self._thoughts.setdefault(key, {})[thoughts] = None
+        self.remembered += len(ids)
         while self.remembered > self._most_tokens:
-            oldest, dropped = self._known.popitem(last=False)
-            del self._sampled_calls[oldest]
-            self.remembered -= len(dropped)
+            self._forget(*next(iter(self._known)))
+
+    def _forget(self, key: bytes, thoughts: tuple[str, ...]) -> None:
+        self.remembered -= len(self._known.pop((key, thoughts)).ids)
+        del self._thoughts[key][thoughts]
+        if not self._thoughts[key]:
+            del self._thoughts[key]
 
     def _format(self, system: str, tools: str) -> ChatFormat:
         key = (system, tools)
@@ -262,6 +299,11 @@ def read_messages(messages: Any) -> tuple[str, list[DialogueMessage]]:
                 systems.append(text)
             elif role == "assistant":
                 calls = tuple(call for call, _ in _calls_of(message, where))
+                answered = i + 1 == len(messages) or _role(i + 1, messages[i + 1]) == "tool"
+                if message.get("tool_calls") and not answered:  # OpenAI lets a `function_call` stay without one
+                    raise RequestRefused(
+                        f"{where}: no result for its calls; a tool message for each must follow it", "messages"
+                    )
                 turns.append(DialogueMessage("assistant", text, calls, _reasoning(message)))
             else:
                 turns.append(DialogueMessage("user", text))
@@ -298,9 +340,11 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Dialog
     """The results of one turn, in the order of its calls."""
     begin = run[0][0]
     before = messages[begin - 1] if begin else {}
-    calls = _calls_of(before, where_of(begin - 1, before)) if before.get("role") == "assistant" else ()
-    if not calls and isinstance(content := before.get("content"), str):
-        calls = _written_calls(content.partition(CALLS_AS_TEXT)[2])
+    where = where_of(begin - 1, before)
+    text = text_of(before.get("content"), f"{where}.content")
+    calls = _calls_of(before, where) if before.get("role") == "assistant" else ()
+    calls = calls or _written_calls(text.partition(CALLS_AS_TEXT)[2])
+    has_calls = bool(calls) or any(mark in text for mark in (*CALL_MARKS, CALLS_AS_TEXT))
     replies = [
         (field_of({"tool_call_id": answered_id(m)}, "tool_call_id", str), field_of(m, "name", str) or "")
         for _, m in run
@@ -311,7 +355,8 @@ def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Dialog
                 f"{where_of(*run[0])}: a tool message must follow the call that it answers, in an assistant's message",
                 "messages",
             )
-        order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies)
+        named = [(own_id, name) for (name, _), own_id in calls]
+        order = in_order_of_calls(named, replies, strict=not has_calls)
     except UnmatchedReply as error:
         path = "messages" if error.reply is None else where_of(*run[error.reply])
         raise RequestRefused(f"{path}: {error}", "messages") from error

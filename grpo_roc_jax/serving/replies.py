@@ -48,6 +48,39 @@ from grpo_roc_jax.types import TRUNCATED_STOPS
 JSON = dict[str, Any]
 READ_AGAIN = 24
 """Last ids that are decoded again with those that follow: the text of an id may depend on the ones before it."""
+LONGEST_PART = 3
+"""Bytes of an unfinished character at most; each may be decoded to U+FFFD."""
+
+
+@dataclass(eq=False)
+class GrowingText:
+    """The text of ids that come one after another."""
+
+    text: str = ""
+    """Without the last ids where these end within a character."""
+    unfinished: str = ""
+    """The text of those last ids, U+FFFD for each part of a character."""
+    _ids: list[int] = field(default_factory=list)
+    """The last ids."""
+    _decoded: str = ""
+    """Their text as far as `text` ends with it."""
+
+    def add(self, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+        """Extends the text by the difference between two decodings of the last ids alone."""
+        self._ids += ids
+        now = tokenizer.decode(self._ids)
+        last = now[-LONGEST_PART:]
+        self.unfinished = last[len(last.rstrip("\ufffd")) :]
+        finished = now.removesuffix(self.unfinished)
+        self.text, self._decoded = self.text + finished[len(self._decoded) :], finished
+        if len(self._ids) > 2 * READ_AGAIN:
+            self._ids = self._ids[-READ_AGAIN:]
+            self._decoded = tokenizer.decode(self._ids).removesuffix(self.unfinished)
+
+    def place_of(self, token: int, tokenizer: Tokenizer) -> int:
+        """Where a further id begins: with the character that it goes on with, or after all before it."""
+        goes_on = b"\x80" <= tokenizer.token_bytes(token)[:1] < b"\xc0"
+        return len(self.text) + (0 if goes_on else len(self.unfinished))
 
 
 @dataclass(eq=False)
@@ -66,26 +99,11 @@ class SampledChoice:
     """How it ended; empty before."""
     cached: int = 0
     """Tokens of the prompt that were found in the cache."""
-    text: str = ""
-    """The decoded ids, without the last ones where these end within a character."""
+    growing: GrowingText = field(default_factory=GrowingText)
+    offsets: list[int] = field(default_factory=list)
+    """Where in the text each id begins, for forms that say it."""
     sent: dict[str, int] = field(default_factory=dict)
     """Characters of each part that the stream has had."""
-    offset: int = 0
-    """Characters of the tokens whose log-probabilities the stream has had."""
-    _start: int = 0
-    _decoded: str = ""
-    """Text of the ids from `_start` on that `text` holds."""
-
-    def read(self, tokenizer: Tokenizer) -> None:
-        """Extends the text by that of the last ids: the difference between two decodings of these alone."""
-        now = tokenizer.decode(self.ids[self._start :])
-        if now.endswith("\ufffd"):
-            return
-        self.text += now[len(self._decoded) :]
-        self._decoded = now
-        if len(self.ids) - self._start > 2 * READ_AGAIN:
-            self._start = len(self.ids) - READ_AGAIN
-            self._decoded = tokenizer.decode(self.ids[self._start :])
 
     @property
     def finish_reason(self) -> str | None:
@@ -108,12 +126,16 @@ class ReplyForm:
     """See `SampleJob`."""
     reads: frozenset[str] = READ
     """Fields of a body that are read."""
+    reads_within: ClassVar[Mapping[str, frozenset[str]]] = {"stream_options": frozenset({"include_usage"})}
+    """Field that holds an object -> the fields of it that are read."""
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
         self.body, self.tokenizer = body, tokenizer
         self.fields: SamplingFields = read_sampling_fields(self._sampling_fields(), sampling, tokenizer)
+        self.sampling = sampling
+        """What the server draws with where the request says nothing."""
         self.format = TurnFormat(read_format(self._sampling_fields()))
-        self.not_applied: list[str] = unread(body, self.reads)
+        self.not_applied: list[str] = self._unread(body)
         """Fields of the request that change nothing here."""
         self.steering: Sequence[RowSteering] = ()
         """What each choice asks of its draws; empty for nothing."""
@@ -128,6 +150,13 @@ class ReplyForm:
 
     def _sampling_fields(self) -> Mapping[str, Any]:
         return self.body
+
+    def _unread(self, body: Mapping[str, Any]) -> list[str]:
+        names = unread(body, self.reads)
+        for name, read in self.reads_within.items():
+            within = body.get(name)
+            names += [f"{name}.{key}" for key in unread(within if isinstance(within, Mapping) else {}, read)]
+        return names
 
     def masks(self, grammars: AnswerGrammars) -> list[GrammarMask]:
         """For each choice the tokens that may follow, where the request says what the answer must look like.
@@ -151,8 +180,6 @@ class ReplyForm:
     def begin(self) -> None:
         """Makes the choices."""
         prompts = [prompt for prompt in self.prompts for _ in range(self.fields.count)]
-        if len(prompts) > MAX_CHOICES:
-            raise RequestRefused(f"{len(prompts)} choices; must be at most {MAX_CHOICES}", "n")
         self.choices = [SampledChoice(i, prompt, self.begun) for i, prompt in enumerate(prompts)]
 
     def drawn(self, choice: SampledChoice, ids: list[int], logprobs: list[float]) -> Iterator[JSON]:
@@ -160,9 +187,14 @@ class ReplyForm:
         first = not choice.ids
         choice.ids += ids
         choice.logprobs += logprobs
+        self._read(choice, ids)
         if self.fields.stream:
-            choice.read(self.tokenizer)
             yield from self._pieces(choice, ids, logprobs, first)
+
+    def _read(self, choice: SampledChoice, ids: list[int]) -> None:
+        """Extends the text of a choice, if something is made of it before its end."""
+        if self.fields.stream:
+            choice.growing.add(ids, self.tokenizer)
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         raise NotImplementedError
@@ -221,7 +253,11 @@ class ReplyForm:
         } | others
 
     def _token(self, token: int) -> str:
-        return f"token_id:{token}" if self.body.get("return_tokens_as_token_ids") else self.tokenizer.decode([token])
+        """The name of a token, with the space that it begins with."""
+        return f"token_id:{token}" if self.body.get("return_tokens_as_token_ids") else self._named(token)
+
+    def _named(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode(errors="replace")
 
     def _token_fields(self, choice: SampledChoice) -> JSON:
         extra: JSON = {"token_ids": choice.ids} if self.fields.token_ids else {}
@@ -251,8 +287,6 @@ class ChatReply(ReplyForm):
     path, name, chunk_name, prefix = "/v1/chat/completions", "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     reads = READ | {"messages", "tools", "tool_choice"}
-    reads_within: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Field that holds an object -> the fields of it that are read."""
 
     def __init__(
         self,
@@ -264,10 +298,7 @@ class ChatReply(ReplyForm):
         session: str,
     ):
         super().__init__(self.as_chat(body), tokenizer, sampling)
-        self.not_applied = unread(body, self.reads)
-        for name, read in self.reads_within.items():
-            within = body.get(name)
-            self.not_applied += [f"{name}.{key}" for key in unread(within if isinstance(within, Mapping) else {}, read)]
+        self.not_applied = self._unread(body)
         self.dialogues = dialogues
         tools, messages = read_tools(self.body), self.body.get("messages")
         self.context: Context = dialogues.context(session, messages, tools, read_forced(self.body, tools))
@@ -318,14 +349,16 @@ class ChatReply(ReplyForm):
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         if first:
             yield from self._opening(choice)
-        context, shown = self.context, self.before_stop(choice.text)
+        context, shown = self.context, self.before_stop(choice.growing.text)
         begun = context.chat.tokenizer.decode(context.begun_ids)
         reasoning, text = parts_of(context.chat, begun + shown, tools=context.tools)
         if not reasoning and context.chat.opens_thought and not begun:
             text = ""  # the prompt has opened a thought: whether this is one is known when it is closed
         if begun:
             reasoning, text = new_parts(context, reasoning, text)
-        delta = self._growth(choice, *(part[: max(0, len(part) - self._held)] for part in (reasoning, text)))
+        # Text is sent after the whole thought: it must be longer than what is held back.
+        sendable = _without_last(reasoning, self._held - len(text)), _without_last(text, self._held)
+        delta = self._growth(choice, *sendable)
         fields = {"logprobs": self._logprobs(choice, len(choice.ids) - len(ids))} if self.fields.logprobs else {}
         fields |= {"token_ids": ids} if self.fields.token_ids else {}
         if delta or fields:
@@ -379,6 +412,10 @@ class ChatReply(ReplyForm):
             )
         extra = {"prompt_token_ids": self.context.ids.tolist()} if self.fields.token_ids else {}
         return self.around(choices, usage=self.usage, policy_version=self.version, **extra)
+
+
+def _without_last(text: str, count: int) -> str:
+    return text[: max(0, len(text) - max(0, count))]
 
 
 class EventReply(ChatReply):
@@ -436,7 +473,10 @@ class TextReply(PlainReply):
         super().__init__(body, tokenizer, sampling, chat=chat)
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-        for item in prompt if several else [prompt]:
+        prompts = prompt if several else [prompt]
+        if (count := len(prompts) * self.fields.count) > MAX_CHOICES:
+            raise RequestRefused(f"{count} choices; must be at most {MAX_CHOICES}", "n")
+        for item in prompts:
             ids = np.asarray(chat.raw_ids(item), np.int32) if isinstance(item, str) else read_ids(item, "prompt")
             if not len(ids):
                 raise RequestRefused("prompt is empty; must be text or token ids", "prompt")
@@ -447,19 +487,35 @@ class TextReply(PlainReply):
             return None
         scored = self.scored(choice, start)
         tokens = [self._token(token) for token, _, _ in scored]
-        offsets = np.cumsum([choice.offset, *map(len, tokens)])[:-1].tolist()
         tops = [{self._token(other): score for other, score in [*top, (token, value)]} for token, value, top in scored]
         listed = {"tokens": tokens, "token_logprobs": [value for _, value, _ in scored]}
-        return listed | {"top_logprobs": tops if self.fields.draw.top else None, "text_offset": offsets}
+        tops = tops if self.fields.draw.top else None
+        return listed | {"top_logprobs": tops, "text_offset": choice.offsets[start:]}
+
+    def _named(self, token: int) -> str:
+        """A part of a character by its bytes, as OpenAI names it: parts of several have one name each."""
+        own = self.tokenizer.token_bytes(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return f"bytes:{str(own)[2:-1]}"
+
+    def _read(self, choice: SampledChoice, ids: list[int]) -> None:
+        if not self.fields.logprobs:
+            super()._read(choice, ids)
+            return
+        for token in ids:  # one by one, for the place of each
+            place = choice.growing.place_of(token, self.tokenizer)
+            choice.offsets.append(max([place, *choice.offsets[-1:]]))
+            choice.growing.add([token], self.tokenizer)
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
-        sent, text = choice.sent.get("text", 0), self.before_stop(choice.text)
+        sent, text = choice.sent.get("text", 0), self.before_stop(choice.growing.text)
         text = text[sent : max(sent, len(text) - self._held)]
         choice.sent["text"] = sent + len(text)
         fields = {"token_ids": ids} if self.fields.token_ids else {}
         fields |= {"prompt_token_ids": choice.prompt.tolist()} if self.fields.token_ids and first else {}
         scores = self._logprobs(choice, len(choice.ids) - len(ids))
-        choice.offset += sum(map(len, scores["tokens"])) if scores else 0
         yield self.piece(choice, {"text": text, "logprobs": scores}, **fields)
 
     def _text(self, choice: SampledChoice) -> str:
@@ -492,6 +548,7 @@ class TokenReply(PlainReply):
 
     path, name, prefix = "/inference/v1/generate", "generate", "gen-"
     reads = frozenset({"model", "token_ids", "prompt_token_ids", "sampling_params", "stream", "return_token_ids"})
+    reads_within: ClassVar[Mapping[str, frozenset[str]]] = {}
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig, *, chat: ChatFormat):
         super().__init__(body, tokenizer, sampling, chat=chat)

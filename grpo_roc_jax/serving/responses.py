@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from grpo_roc_jax.serving.dialogues import WHERE, TurnAnswer
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.serving.replies import JSON, EventReply, SampledChoice, call_ids
+from grpo_roc_jax.serving.sampling_fields import unread
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts of a content that hold text."""
@@ -21,6 +22,8 @@ SAME_FIELDS = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "strea
 """Fields that chat completions have too; those after `top_p`, but for `stream`, are none of OpenAI's form."""
 OWN_FIELDS = ("input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens", "include",
               "top_logprobs", "text", "store")  # fmt: skip
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of `include` that is read."""
 UNSUPPORTED = ("background", "conversation", "prompt")
 """Fields that ask for what is not served."""
 
@@ -52,6 +55,11 @@ class ResponsesReply(EventReply):
         instructions = field_of(body, "instructions", str, "")
         system = [{"role": "system", "content": instructions}] if instructions else []
         return _chat_body(body, [*system, *self._messages])
+
+    def _unread(self, body: Mapping[str, Any]) -> list[str]:
+        entries = [entry for entry in field_of(body, "include", list, []) if isinstance(entry, str)]
+        others = {f"include.{entry}": True for entry in entries if entry != LOGPROBS}
+        return [*super()._unread(body), *unread(others, ())]
 
     # ---- the stream
 
@@ -170,10 +178,20 @@ class ResponsesReply(EventReply):
     def _ended_response(self, choice: SampledChoice, output: list[JSON], answer: TurnAnswer) -> JSON:
         cut = choice.finish_reason == "length" and not answer.calls
         if self._request.get("store") is not False:
-            said = [*self._messages, *messages_of(output)]
+            said = [*self._messages, self._turn(output, answer)]
+            if self.context.begun is not None:  # the request began the turn
+                said[-2:] = [_joined(*said[-2:])]
             said = [{name: value for name, value in message.items() if name != WHERE} for message in said]
             self._remembered.add(self._session, self.id, said)
         return self._response("incomplete" if cut else "completed", output, self._usage()) | self._token_fields(choice)
+
+    @staticmethod
+    def _turn(output: Sequence[JSON], answer: TurnAnswer) -> JSON:
+        """The answer as a message of chat completions."""
+        message: JSON = {"role": "assistant", "content": answer.content}
+        message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        calls = [_call_of(item) for item in output if item["type"] == "function_call"]
+        return message | ({"tool_calls": calls} if calls else {})
 
     def _usage(self) -> JSON:
         usage = self.usage
@@ -189,12 +207,14 @@ class ResponsesReply(EventReply):
         }
 
     def _response(self, status: str, output: list[JSON], usage: JSON | None = None) -> JSON:
-        body = self._request
+        body, draw = self._request, self.fields.draw
+        used = {"temperature": self.fields.temperature, "top_p": draw.top_p}
+        used = {name: getattr(self.sampling, name) if value is None else value for name, value in used.items()}
         repeated = {
             name: body.get(name)
             for name in ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "user")
         }
-        defaults = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
+        defaults = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
         defaults |= {"truncation": "disabled", "text": {"format": {"type": "text"}}, "store": True}
         return {
             "id": self.id,
@@ -207,6 +227,7 @@ class ResponsesReply(EventReply):
             "output": list(output),
             "usage": usage,
             "policy_version": self.version,
+            **used,
             **repeated,
             **{name: value if body.get(name) is None else body[name] for name, value in defaults.items()},
         }
@@ -247,7 +268,7 @@ def _chat_body(body: Mapping[str, Any], messages: list[JSON]) -> JSON:
             raise RequestRefused(f"{name} is not supported; leave it out", name, "unsupported")
     chat = {name: body[name] for name in SAME_FIELDS if name in body}
     include = field_of(body, "include", list, [])
-    logprobs = "message.output_text.logprobs" in include or bool(field_of(body, "top_logprobs", int, 0))
+    logprobs = LOGPROBS in include or bool(field_of(body, "top_logprobs", int, 0))
     form = field_of(field_of(body, "text", dict, {}), "format", dict, {"type": "text"})
     if (most := field_of(body, "max_output_tokens", int)) is not None and most < 1:
         raise RequestRefused(f"max_output_tokens = {most}; must be at least 1", "max_output_tokens")
@@ -276,7 +297,8 @@ def _tool_choice(choice: Any) -> Any:
 def messages_of(items: Any) -> list[JSON]:
     """Items of a request or of an answer as messages of chat completions.
 
-    A thought belongs to the message or call after it, a call to the message before it.
+    A turn of the assistant holds its thoughts, its message and its calls. An item of somebody else ends it, and so does
+    a further message of the assistant, unless calls of the turn wait for their results.
 
     Raises:
         RequestRefused: An item is malformed, or of a kind that is not served.
@@ -286,35 +308,57 @@ def messages_of(items: Any) -> list[JSON]:
     if not isinstance(items, list) or not items:
         raise RequestRefused("input must be text or a list of at least one item", "input")
     messages: list[JSON] = []
-    thought = ""
+    thoughts: list[str] = []
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):
             raise RequestRefused(f"{where} is {type(item).__name__}; must be an object", "input")
-        kind = item.get("type") or "message"
+        kind, role = item.get("type") or "message", item.get("role")
         if kind == "reasoning":
-            thought = _text(item.get("content") or item.get("summary") or [], where)
-        elif kind == "message":
-            message = {"role": item.get("role"), "content": _text(item.get("content"), where), WHERE: where}
-            messages.append(message | ({"reasoning_content": thought} if thought else {}))
-            thought = ""
+            thoughts += filter(None, [_text(item.get("content") or item.get("summary") or [], where)])
+        elif kind == "message" and role == "assistant":
+            turn = _turn_of(messages, thoughts, where, speaks=True)
+            turn["content"] = "\n".join(filter(None, [turn["content"], _text(item.get("content"), where)]))
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if thought or not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": "", WHERE: where})
-                messages[-1] |= {"reasoning_content": thought} if thought else {}
-                thought = ""
-            calls = messages[-1].setdefault("tool_calls", [])
-            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
-        elif kind == "function_call_output":
-            text = _text(item.get("output"), where)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text, WHERE: where})
+            _turn_of(messages, thoughts, where).setdefault("tool_calls", []).append(_call_of(item))
+        elif kind in ("message", "function_call_output"):
+            if thoughts:  # that nothing followed
+                _turn_of(messages, thoughts, where)
+            message = {"role": role} if kind == "message" else {"role": "tool", "tool_call_id": item.get("call_id")}
+            content = item.get("content" if kind == "message" else "output")
+            messages.append(message | {"content": _text(content, where), WHERE: where})
         else:
             raise RequestRefused(
                 f"{where} is of type {kind!r:.80}; must be message, reasoning, function_call or function_call_output",
                 "input",
             )
+    if thoughts:
+        _turn_of(messages, thoughts, where)
     return messages
+
+
+def _turn_of(messages: list[JSON], thoughts: list[str], where: str, *, speaks: bool = False) -> JSON:
+    """The assistant's turn of an item, which gets the thoughts before the item; `speaks`: the item is a message."""
+    goes_on = bool(messages) and messages[-1]["role"] == "assistant"
+    if not goes_on or (speaks and not messages[-1].get("tool_calls")):
+        messages.append({"role": "assistant", "content": "", WHERE: where})
+    turn = messages[-1]
+    if thoughts:
+        turn["reasoning_content"] = "\n".join([*filter(None, [turn.get("reasoning_content")]), *thoughts])
+        thoughts.clear()
+    return turn
+
+
+def _call_of(item: Mapping[str, Any]) -> JSON:
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _joined(begun: JSON, rest: JSON) -> JSON:
+    """A turn that a request began, with what the policy added to it."""
+    thought = begun.get("reasoning_content", "") + rest.get("reasoning_content", "")
+    joined = rest | {"content": begun["content"] + rest["content"]}
+    return joined | ({"reasoning_content": thought} if thought else {})
 
 
 def _text(content: Any, where: str) -> str:

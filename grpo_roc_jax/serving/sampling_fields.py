@@ -67,8 +67,13 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "include_reasoning": (True,),
     "detokenize": (True,),
+    "background": (False,),
+    "function_call": ("none", "auto"),
+    "effort": ("none",),
+    "include_obfuscation": (False,),
+    "continuous_usage_stats": (False,),
 }
-"""Fields that are not read, with the values that ask for what is done anyway."""
+"""Fields that are not read, with the values that ask for what is done anyway; also of objects within a request."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,9 @@ def unread(body: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """Names of the fields that ask for something although nothing reads them; `read` are those that are."""
 
     def asks(name: str, value: Any) -> bool:
-        return value not in (None, [], {}, "", *NEUTRAL.get(name, ()), *IDLE.get(name, ()))
+        if value in (None, [], {}, "", *NEUTRAL.get(name, ()), *IDLE.get(name, ())):
+            return False
+        return not isinstance(value, dict) or any(asks(key, part) for key, part in value.items())
 
     names = [name for name, value in body.items() if name not in read and name not in ABOUT and asks(name, value)]
     return [name for name in names if FIELD.fullmatch(name)][:MOST_UNREAD]

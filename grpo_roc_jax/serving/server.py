@@ -272,6 +272,8 @@ class Endpoint:
             yield from form.ended(choice)
 
     def _jobs(self, form: ReplyForm, session: CallSession | None, arrived: Any) -> list[SampleJob]:
+        if session is not None:
+            form.fields = replace(form.fields, temperature=session.temperature)
         fields, jobs = form.fields, []
         if len(self.running) + len(form.prompts) > self.limits.waiting:
             raise RequestRefused("the server is busy; ask again later", code="overloaded", status=429)
@@ -298,7 +300,7 @@ class Endpoint:
                         (first + sample, event, value)
                     ),
                     fields.count,
-                    fields.temperature if session is None else session.temperature,
+                    fields.temperature,
                     seed % PLACES if session is None else session.place(),
                     0 if session is None else session.step,
                     fields.stop_ids,
@@ -548,7 +550,7 @@ class SamplingHandler(EndpointHandler):
             if known is not None:
                 known.refused(error)
             raise
-        except (asyncio.CancelledError, StreamClosedError, TimeoutError):  # the client has gone
+        except (asyncio.CancelledError, StreamClosedError):  # the client has gone
             self.request.connection.stream.close()
             self.set_status(499, "Client Closed Request")
 
@@ -590,10 +592,17 @@ class SamplingHandler(EndpointHandler):
             self.write(form.framed(piece))
 
     async def _sent(self) -> None:
-        """Sends what was written, and waits until the client has room for more."""
+        """Sends what was written, and waits until the client has room for more.
+
+        Raises:
+            StreamClosedError: It has gone, or had no room for too long.
+        """
         sent = self.flush()
         if not sent.done():
-            await asyncio.wait_for(sent, self.endpoint.limits.stalled_s)
+            try:
+                await asyncio.wait_for(sent, self.endpoint.limits.stalled_s)
+            except TimeoutError as error:
+                raise StreamClosedError from error
 
     def on_connection_close(self) -> None:
         if self._work is not None:

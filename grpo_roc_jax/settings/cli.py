@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from grpo_roc_jax.hints.other_names import CONFIG_DIR, CONTRIB_METHODS, advice, close_to, counterpart, near_choice
 from grpo_roc_jax.settings import helping
 from grpo_roc_jax.settings.callables import import_file
+from grpo_roc_jax.settings.files import local_path
 from grpo_roc_jax.settings.layers import (
     COMMAND_LINE,
     ConfigError,
@@ -34,16 +35,7 @@ from grpo_roc_jax.settings.layers import (
     read_yaml,
 )
 from grpo_roc_jax.settings.layers import listed as listed_words
-from grpo_roc_jax.settings.options import (
-    NO_SUCH,
-    Axis,
-    adapter,
-    as_mapping,
-    as_text,
-    defaults_of,
-    fields_of,
-    type_of,
-)
+from grpo_roc_jax.settings.options import NO_SUCH, Axis, adapter, as_mapping, as_text, defaults_of, fields_of, type_of
 from grpo_roc_jax.settings.secrets import without_secrets
 
 __all__ = [
@@ -215,7 +207,7 @@ def find_config(name: str) -> Path:
     folders = [CONFIG_DIR / inside]
     if inside.startswith("methods/"):
         folders.append(CONTRIB_METHODS / inside.removeprefix("methods/"))
-    for path in (Path(name), *(path for at in folders for path in (at, at.with_name(f"{at.name}.yaml")))):
+    for path in (local_path(name), *(path for at in folders for path in (at, at.with_name(f"{at.name}.yaml")))):
         if path.is_file():
             return path
     stems = {path.stem: f"methods/{path.name}" for path in sorted(CONTRIB_METHODS.glob("*.yaml"))}
@@ -249,7 +241,7 @@ def _method_files(config_type: type, layers: Sequence[Layer]) -> list[str]:
             value = opened(value)
             value = value.get(name) if isinstance(value, dict) else None
         names = names if value is None else value
-    return [] if names is None else list(map(str, listed_words(names)))
+    return list(map(str, listed_words(names)))
 
 
 def _with_hint(message: str, config_type: type, layer: Layer) -> str:

@@ -6,6 +6,7 @@ numbers with a million digits, a file without an end. No useful file needs these
 """
 
 import json
+import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,8 +39,8 @@ def output_file(option: str, name: str | Path, inputs: Iterable[str | Path] = ()
     Raises:
         ValueError: It cannot be written, or is one of `inputs`, also by a link; the message names the option.
     """
-    path = Path(name)
-    for read in (Path(each).expanduser() for each in inputs):
+    path = local_path(name)
+    for read in map(local_path, inputs):
         if read.is_file() and path.exists() and path.samefile(read):
             raise ValueError(f"{option} {path} would overwrite {read}, which is read; name another file")
     try:
@@ -54,6 +55,11 @@ def output_file(option: str, name: str | Path, inputs: Iterable[str | Path] = ()
             "or can be created"
         ) from error
     return path
+
+
+def local_path(name: str | Path) -> Path:
+    """A path as it was typed, with `~` for the home directory."""
+    return Path(os.path.expanduser(name))
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

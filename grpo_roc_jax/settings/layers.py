@@ -72,7 +72,7 @@ class Layer:
 
 class _Loader(yaml.SafeLoader):
     """Only `true` and `false` are booleans; `on`, `off`, `yes` and `no` are words, as settings use them. No number is
-    of base 60 or 8: 1:30 is a text, and 010 is not 8."""
+    of base 60 or 8: 1:30 is a text, and 010 is not 8. A date is a text too."""
 
 
 BOOL_TAG, INT_TAG, FLOAT_TAG = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float"))
@@ -87,7 +87,7 @@ PLAIN_SCALARS = (
 )
 """(tag, pattern, first characters) of the scalars without quotes that are no text."""
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (BOOL_TAG, INT_TAG, FLOAT_TAG)]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for scalar_tag, scalar_pattern, first_characters in PLAIN_SCALARS:
@@ -176,7 +176,7 @@ def read_words(words: Sequence[str], config_type: type | None = None) -> Layer:
             values.append(rest.pop(0))
         path = tuple(name.replace("-", "_").split("."))
         given = Word(values[0]) if len(values) == 1 else [Word(value) for value in values] if values else True
-        put(layer.values, path, given)
+        put(layer.values, path, given, config_type)
         layer.places[path] = COMMAND_LINE
     return layer
 
@@ -186,18 +186,24 @@ def _is_name(word: str, known: Collection[str] | None = None) -> bool:
     return word.startswith("--") or (match is not None and (known is None or match[1] in known))
 
 
-def put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Sets a value. A kind and the settings of that kind may come in either order."""
+def put(values: dict[str, Any], path: KeyPath, value: Any, cls: type | None = None) -> None:
+    """Sets a value of a section of type `cls`, if that is known. A kind and the settings of that kind may come in
+    either order; of a section as a whole and its settings, what comes later counts."""
     *parents, last = path
     for name in parents:
+        cls = section_in(cls, name)
         below = opened(values.setdefault(name, {}))  # `--advantage '{kind: pass_at_k, k: 4}' --advantage.of.scale none`
-        if not isinstance(below, dict):  # `--advantage pass_at_k --advantage.k 4`
-            below = {"kind": below}
+        if cls and below != "null" and not isinstance(below, dict):
+            return  # `--model DIR --model.layers 2`: refused where it is merged
+        if not isinstance(below, dict):  # `--advantage pass_at_k --advantage.k 4`, `--watch null --watch.steps 3`
+            below = {} if cls else {"kind": below}
         values[name] = values = below
     if not isinstance(values.get(last), dict):
         values[last] = value
     elif isinstance(mapping := opened(value), dict):  # `--advantage.k 4 --advantage '{kind: pass_at_k}'`
         values[last] |= mapping
+    elif section_in(cls, last):  # `--watch.steps 3 --watch null`
+        values[last] = value
     else:  # `--advantage.k 4 --advantage pass_at_k`
         values[last]["kind"] = value
 
@@ -226,6 +232,12 @@ def is_axis(field_type: Any) -> bool:
 
 def is_section(field_type: Any) -> bool:
     return isinstance(field_type, type) and is_dataclass(field_type) and not issubclass(field_type, Axis)
+
+
+def section_in(cls: type | None, name: str) -> type | None:
+    """The section of that name in a section; None if it has none, or is not known."""
+    field_type = type_of(cls, name) if cls and name in fields_of(cls) else None
+    return field_type if is_section(field_type) else None
 
 
 def item_axis(field_type: Any) -> type[Axis] | None:
@@ -287,7 +299,10 @@ def _check_one_value(value: Any, field_type: Any, path: KeyPath, where: str) -> 
         literal = typing.get_origin(field_type) is typing.Literal
         near = near_choice(as_text(value), list(map(str, typing.get_args(field_type)))) if literal else ""
         meant = f"; did you mean '{near}'?" if near else ""
-        missing = f"--{'.'.join(path)} has no value; write --{'.'.join(path)} VALUE"
+        option = f"--{'.'.join(path)}"
+        missing = f"{option} has no value; write {option} VALUE"
+        if field_type == tuple[str, ...]:
+            missing += f", or {option}=VALUE where it begins like a setting, as name=a.jsonl does"
         raise ConfigError(
             missing if where == COMMAND_LINE else f"{'.'.join(path)} = {as_text(value)} ({where}): {NO_SWITCH}{meant}"
         )
@@ -349,10 +364,10 @@ def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, A
             raise ConfigError(f"{here}.{name} ({where}): {here} is a list; write {here}.{holding[0]}.{name}")
         if name not in axis.kinds:
             raise ConfigError(f"{here}.{name} ({where}): unknown kind '{name}'; must be one of {axis.names()}")
-        raise ConfigError(
-            f"{here}.{name} ({where}): {here} holds {', '.join(names) or 'nothing'}; list it first, with "
-            f"--{here} {','.join([*names, name])}"
-        )
+        how = f"first, with --{here} {','.join([*names, name])}"
+        if where != COMMAND_LINE:
+            how = f"with its settings: {here}: [{', '.join([*names, f'{{kind: {name}, ...}}'])}]"
+        raise ConfigError(f"{here}.{name} ({where}): {here} holds {', '.join(names) or 'nothing'}; list it {how}")
     merged = []
     for index, (name, item) in enumerate(zip(names, below, strict=True)):
         start = (*path, name)
@@ -363,12 +378,14 @@ def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, A
 
 
 def listed(value: Any) -> list:
-    """The items of a value for a setting that is a list of texts, as `merge` reads it."""
-    return _typed(value, tuple[str, ...])
+    """The items of a value for a setting that is a list of texts, as `merge` reads it; none of one without a value."""
+    return [] if isinstance(value, bool | None) else _typed(value, tuple[str, ...])
 
 
 def _typed(value: Any, field_type: Any) -> Any:
     """A value in the form that its setting reads: words of the command line are split and parsed by their type."""
+    if typing.get_origin(field_type) is typing.Literal and isinstance(value, str):
+        return next((choice for choice in typing.get_args(field_type) if str(choice) == value), value)
     several = typing.get_origin(field_type) is tuple
     words = value if isinstance(value, list) else [value]
     if words and all(isinstance(word, Word) for word in words):
@@ -383,10 +400,8 @@ def _typed(value: Any, field_type: Any) -> Any:
             return _parsed(f"[{', '.join(words)}]")
         if several:
             return [part.strip() for word in words for part in word.split(",") if part.strip()]
-        if typing.get_origin(field_type) is typing.Literal and len(words) == 1:
-            return next((choice for choice in typing.get_args(field_type) if str(choice) == text), value)
         return value
-    if several and not isinstance(value, list | tuple | dict):
+    if several and not isinstance(value, list | tuple | dict | bool):
         return [value]  # one item, written without brackets
     return value
 

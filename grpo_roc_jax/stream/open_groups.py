@@ -167,10 +167,10 @@ class EngineGroups:
             if ticket in self._running:
                 group, part, index = self._running.pop(ticket)
                 group.rows[part][index] = trajectory
+                self._dropped += trajectory.stop == "cancelled"
 
     def drop_rows(self, groups: Sequence[OpenGroup]) -> None:
         for ticket in self._tickets(groups):
-            self._dropped += 1
             self._engine.cancel(ticket)
 
     def forget(self, groups: Sequence[OpenGroup]) -> None:

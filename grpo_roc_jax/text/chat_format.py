@@ -76,6 +76,24 @@ class Trace:
                 "must have at least one turn, and observations after each turn but the last"
             )
 
+    @property
+    def most_calls(self) -> int:
+        """The largest number of calls in a turn."""
+        return max(map(len, self.observations), default=0)
+
+
+class UnfitTrace(ValueError):
+    """A demonstration that a chat format cannot write.
+
+    Args:
+        problem: What does not fit, and what to change.
+        calls: The value of `max_calls_per_turn` under which it fits; 0 if another setting refuses it.
+    """
+
+    def __init__(self, problem: str, calls: int = 0):
+        super().__init__(problem)
+        self.calls = calls
+
 
 class ChatFormat:
     """Prompt, turns and observations of one tokenizer under one `TextConfig`; immutable after `make_chat`."""
@@ -138,7 +156,7 @@ class ChatFormat:
         last = self._runs(self._prompt_close)[-1]
         self._before_turn = last[-1:] if isinstance(last, str) else ""
         """The last character before a turn; empty after a special id."""
-        self._other_tools: dict[str, ChatFormat] = {}
+        self._other_tools: dict[str, ChatFormat | ValueError] = {}
 
     def _glued(self, text: str) -> Pieces:
         """Like `_trusted`, but the text that ends a turn becomes the end id even if the vocabulary lacks it."""
@@ -378,8 +396,31 @@ class ChatFormat:
         if tools not in self._other_tools:
             if len(self._other_tools) >= OTHER_TOOLS:
                 self._other_tools.clear()
-            self._other_tools[tools] = make_chat(self.config, self.tokenizer, json.loads(tools))
-        return self._other_tools[tools]
+            try:
+                self._other_tools[tools] = make_chat(self.config, self.tokenizer, json.loads(tools))
+            except ValueError as error:
+                self._other_tools[tools] = error
+        chat = self._other_tools[tools]
+        if isinstance(chat, ValueError):
+            raise chat
+        return chat
+
+    def of_trace(self, trace: Trace) -> "ChatFormat":
+        """The chat format with the tools of a demonstration.
+
+        Raises:
+            UnfitTrace: A turn has more calls than `max_calls_per_turn`, or a tool of its own cannot be called.
+        """
+        if trace.most_calls > self.config.max_calls_per_turn:
+            raise UnfitTrace(
+                f"trace of {trace.problem.uid!r}: a turn makes {trace.most_calls} calls, text.max_calls_per_turn = "
+                f"{self.config.max_calls_per_turn}; raise it",
+                trace.most_calls,
+            )
+        try:
+            return self._with_tools(trace.tools) if trace.tools and self.config.tools_section else self
+        except ValueError as error:
+            raise UnfitTrace(f"trace of {trace.problem.uid!r}: {error}") from error
 
     @property
     def tool_names(self) -> frozenset[str]:
@@ -429,15 +470,9 @@ class ChatFormat:
             suffix: Appended to the user message, as in `prompt_ids`.
 
         Raises:
-            ValueError: A turn has more calls than `max_calls_per_turn`.
+            UnfitTrace: See `of_trace`.
         """
-        most = max(map(len, trace.observations), default=0)
-        if most > self.config.max_calls_per_turn:
-            raise ValueError(
-                f"trace of {trace.problem.uid!r}: a turn makes {most} calls, text.max_calls_per_turn = "
-                f"{self.config.max_calls_per_turn}; raise it, or leave such conversations out"
-            )
-        chat = self._with_tools(trace.tools) if trace.tools and self.config.tools_section else self
+        chat = self.of_trace(trace)
         tokens = chat.prompt_ids(trace.problem, suffix)
         mask = [False] * len(tokens)
         for i, text in enumerate(trace.turns):

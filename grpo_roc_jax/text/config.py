@@ -99,6 +99,10 @@ class TokenizerFile(PublishedTokenizer):
             )
 
 
+OF_CONVERSATIONS = ("messages", "tools", "add_generation_prompt")
+"""Variables of a template that no setting changes."""
+
+
 class Template(Axis, axis="text.template"):
     """How roles are written."""
 
@@ -142,6 +146,10 @@ class PublishedTemplate(Template):
             datetime.date.fromisoformat(self.date or "2000-01-01")
         except ValueError:
             raise ValueError(f"text.template.date = {self.date!r}; must be YYYY-MM-DD") from None
+        if own := [name for name in OF_CONVERSATIONS if name in self.given]:
+            raise ValueError(
+                f"text.template.variables sets {', '.join(own)}, which come from the conversation; leave them out"
+            )
 
     @property
     def given(self) -> dict[str, Any]:

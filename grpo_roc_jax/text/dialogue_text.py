@@ -94,6 +94,13 @@ def _published_glue(
     published = [tokenizer.decode([i]) for i in (tokenizer.eos_id, *sorted(published_ends(config.tokenizer)))]
     ends = [text for text in dict.fromkeys([*KNOWN_EOS, *published]) if text]
     glue = make_glue(template, convention, **system_and_tools, ends=ends)
+    written = [text for text in vars(glue).values() if isinstance(text, str)]
+    written += [template.written_call(convention, listed)] if tools else []
+    if lost := sorted(mark for mark in tokenizer.left_out if any(mark in text for text in written)):
+        raise TemplateError(
+            f"{template.origin} writes {', '.join(lost)}, without a row in the embedding of the model; name another "
+            "template in text.template.file, or a model with such a row"
+        )
     difference = check_append_only(template, convention, glue, **system_and_tools)
     if difference and config.template.history == "refuse":
         raise TemplateError(

@@ -90,7 +90,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = self.bounded_filter(function)
         self.filters |= {"counted loop": self._counted, "joined texts": self._joined}
 
-    def render(self, template: jinja2.Template, **variables: Any) -> str:
+    def render(self, template: jinja2.Template, /, **variables: Any) -> str:
         """The output of a template of this environment.
 
         Raises:
@@ -100,7 +100,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._rounds, self._until_s = 0, time.monotonic() + LONGEST_S
         parts, length = [], 0
         try:
-            for part in template.generate(**variables):
+            for part in template.generate(variables):
                 self._tick()
                 parts.append(part)
                 length += len(part)
@@ -150,7 +150,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._check("format", (left, *(right if isinstance(right, tuple) else (right,))), {})
         return checked(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+    def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
         self._tick()
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(text, str | bytes):

@@ -115,9 +115,8 @@ class ChatTemplate:
                 self._template,
                 messages=list(messages),
                 tools=list(tools) or None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **(self._given | variables),
+                **({"documents": None} | self._given | variables),
             )
         except TemplateError:
             raise
@@ -231,8 +230,10 @@ def _environment(date: str) -> jinja2.Environment:
     def refuse(message: str) -> None:
         raise TemplateError(f"the chat template refuses: {message}")
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def strftime_now(form: str) -> str:
         now = datetime.datetime.fromisoformat(date) if date else datetime.datetime.now()

@@ -5,10 +5,12 @@ ids, one by one, through `special`. Sampled ids are never re-encoded; `decode` s
 """
 
 import json
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +21,8 @@ import tokenizers
 from grpo_roc_jax.gguf_files.folder import is_gguf, open_gguf
 from grpo_roc_jax.settings.files import read_json_object, read_text
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
+
+log = logging.getLogger(__name__)
 
 PAD_PIECE = "<|pad|>"
 OWN_SPECIALS = (PAD_PIECE, CHATML_TAGS[1], CHATML_TAGS[0], *PROTOCOL_TAGS, *REWARD_TOKENS)
@@ -90,6 +94,8 @@ class Tokenizer(Protocol):
     """Ids that plain text never produces."""
     strips: Strips
     """Special ids that take in the white space beside them."""
+    left_out: frozenset[str]
+    """Marks that the files have as tokens and the model has no embedding for; they are plain text."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: none of `special_ids`, and no start or end token is added."""
@@ -113,6 +119,7 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0-255, then the special tokens; lone surrogates are encoded as `?`."""
 
     strips = Strips()
+    left_out: frozenset[str] = frozenset()
 
     def __init__(self, specials: Sequence[str] = OWN_SPECIALS):
         self._specials = {text: 256 + i for i, text in enumerate(specials)}
@@ -149,11 +156,12 @@ class SentencePieceTokenizer:
         *,
         added: Mapping[str, int] | None = None,
         strips: Strips = Strips(),
+        left_out: Iterable[str] = (),
         eos_token: str = "",
         pad_token: str = "",
         origin: str = "tokenizer",
     ):
-        self.strips = strips
+        self.strips, self.left_out = strips, frozenset(left_out)
         self._model = model = sentencepiece.SentencePieceProcessor(model_proto=proto)
         self._pieces = model.vocab_size()
         pieces = {model.id_to_piece(i): i for i in range(self._pieces)}
@@ -246,6 +254,7 @@ class JsonTokenizer:
         eos_token: Text of the end token; empty to look it up.
         pad_token: The same of the padding token.
         dialogue: Texts of which the dialogue is made, such as chat templates; added tokens in them are special.
+        left_out: Texts of added tokens that the model has no embedding for; they are plain text.
         origin: Where the file is, for messages.
     """
 
@@ -256,12 +265,17 @@ class JsonTokenizer:
         eos_token: str = "",
         pad_token: str = "",
         dialogue: str = "",
+        left_out: Collection[str] = (),
         origin: str = "tokenizer",
     ):
         self._byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
         tokens = spec.get("added_tokens") or ()
         dialogue = "\n".join((dialogue, eos_token, pad_token))
         special = {token["content"] for token in tokens if may_be_mark(token, dialogue)}
+        self.left_out = frozenset(special.intersection(left_out))
+        special -= self.left_out
+        tokens = [token for token in tokens if token["content"] not in left_out]
+        spec = _without_tokens(spec, left_out) if left_out else spec
         added = {token["content"]: token["id"] for token in tokens if token["content"] in special}
         self.strips = Strips.of({token["id"]: token for token in tokens if token["content"] in special})
         ordinary = [token for token in tokens if token["content"] not in special and self._restores(token["content"])]
@@ -383,22 +397,54 @@ def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | No
 
 def _without_strip(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
     """A decoder that keeps the first space of a text, for vocabularies whose encoding adds none."""
-    if not decoder or "decoders" not in decoder:
+    if not decoder:
         return decoder
-    return decoder | {"decoders": [part for part in decoder["decoders"] if part["type"] != "Strip"]}
+    changed = dict(decoder)
+    if "prepend_scheme" in changed:
+        changed["prepend_scheme"] = "never"
+    if "decoders" in changed:
+        changed["decoders"] = [_without_strip(part) for part in changed["decoders"] if part["type"] != "Strip"]
+    return changed
 
 
-def load_tokenizer(config: TextConfig) -> Tokenizer:
+def _without_tokens(spec: dict[str, Any], texts: Collection[str]) -> dict[str, Any]:
+    """A `tokenizer.json` without these added tokens."""
+    kept = [token for token in spec["added_tokens"] if token["content"] not in texts]
+    vocabulary = spec["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        vocabulary = {piece: i for piece, i in vocabulary.items() if piece not in texts}
+    return spec | {"added_tokens": kept, "model": spec["model"] | {"vocab": vocabulary}}
+
+
+def load_tokenizer(config: TextConfig, rows: int = 0) -> Tokenizer:
     """The tokenizer that `text.tokenizer` names.
 
+    Args:
+        config: Names it.
+        rows: Rows of the embedding of a published model. Added tokens with ids beyond them are left out, with a note.
+            0 for a model that is made for the tokenizer.
+
     Raises:
-        ValueError: The path is not a tokenizer, or the tokenizer names no end token.
+        ValueError: The path is not a tokenizer, the tokenizer names no end token, or the embedding lacks the row of a
+            token that is needed.
     """
     source = config.tokenizer
     if source.kind == "bytes":
-        return ByteTokenizer()
-    if source.kind == "toy":
-        return SentencePieceTokenizer(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
+        tokenizer: Tokenizer = ByteTokenizer()
+    elif source.kind == "toy":
+        tokenizer = SentencePieceTokenizer(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
+    else:
+        tokenizer = _load_file(source, config, rows)
+    if rows and tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"text.tokenizer {source.path or source.kind} has {tokenizer.vocab_size} ids, but the embedding of the "
+            f"model has {rows} rows; take the tokenizer that was published with the model"
+        )
+    return tokenizer
+
+
+def _load_file(source: TokenizerSource, config: TextConfig, rows: int) -> Tokenizer:
+    """The tokenizer of a file or folder; see `load_tokenizer`."""
     if not source.path:
         raise ValueError("text.tokenizer = model stands for the tokenizer at model.path, which is not resolved here")
     path = tokenizer_path(source)
@@ -425,10 +471,42 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
             tokens = _added_tokens(path.parent) if published else {}
             added = _added_ids(path.parent, tokens) if published else {}
             added |= _numbered(source.added_tokens, _pieces(proto) | added)
-            return SentencePieceTokenizer(proto, added=added, strips=Strips.of(tokens), **names, origin=str(path))
+            beyond = _beyond(added, rows, source, names, path)
+            added = {text: i for text, i in added.items() if text not in beyond}
+            strips = Strips.of({i: token for i, token in tokens.items() if token["content"] in added})
+            more = {"added": added, "strips": strips, "left_out": beyond, **names}
+            return SentencePieceTokenizer(proto, **more, origin=str(path))
         spec = with_added_tokens(read_json(path), source.added_tokens)
         texts = [*source.added_tokens, *named.values(), *_ends_of(source, spec), *_template_texts(path.parent, config)]
-        return JsonTokenizer(spec, **names, dialogue="\n".join(texts), origin=str(path))
+        added = {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
+        beyond = _beyond(added, rows, source, names, path)
+        return JsonTokenizer(spec, **names, dialogue="\n".join(texts), left_out=beyond, origin=str(path))
+
+
+def _beyond(
+    ids: Mapping[str, int], rows: int, source: TokenizerSource, names: Mapping[str, str], origin: Path
+) -> list[str]:
+    """Texts of the added tokens that a published embedding has no row for.
+
+    Raises:
+        ValueError: One of them is the end or the padding token, or comes from the settings.
+    """
+    beyond = [text for text, i in ids.items() if rows and i >= rows]
+    for text in beyond:
+        problem = f"{text!r} has the id {ids[text]}, but the embedding of the model has {rows} rows"
+        if text in source.added_tokens:
+            raise ValueError(f"text.tokenizer.added_tokens: {problem}; name fewer of them")
+        for name in (name for name, other in names.items() if other == text):
+            raise ValueError(f"{origin}: {name} {problem}; set text.tokenizer.{name} to the text of another token")
+    if beyond:
+        _note(f"{origin}: tokens beyond the {rows} rows of the embedding are plain text: {', '.join(beyond):.300}")
+    return beyond
+
+
+@cache
+def _note(text: str) -> None:
+    """Logs a text once; a tokenizer is loaded several times in a run."""
+    log.warning(text)
 
 
 def _ends_of(source: TokenizerSource, spec: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ import os
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from grpo_roc_jax.sandbox.process import workers_for
 from grpo_roc_jax.settings.options import (
@@ -147,8 +147,9 @@ class ToolsConfig:
     processes: AtLeast1 = 1
     """1: a call is one process. With more, programs can fork and execute what they can reach (from L3 up there is no
     other program). `threads` then bounds threads and processes together, and memory limits hold for each process. In a
-    session, they end with their cell."""
-    output_kb: AtLeast1 = 64
+    session, they end with their cell. Locks, queues and pools of `multiprocessing` need L3: their semaphores lie in the
+    scratch directory."""
+    output_kb: Annotated[int, Ge(1), Le(2048)] = 64
     """Output kept per stream, head and tail, in KiB."""
     output_kill_mb: AtLeast1 = 8
     """Output per stream beyond which the call ends as `output_limit`, in MiB."""

@@ -42,7 +42,11 @@ class BaseExecutor(ProgramExecutor):
         if isinstance(prepared, ToolResult):
             self._finish(call.id, prepared)
         elif job.function is not None:
-            self._run_trusted(call.id, job)
+            try:
+                self._run_trusted(call.id, job)
+            except BaseException:
+                self._take_back(ticket)
+                raise
         else:
             self._run_program(ticket)
 
@@ -54,7 +58,8 @@ class BaseExecutor(ProgramExecutor):
             try:
                 result = self.registry.run_trusted(job, self.config.wall_s)
                 texts = {name: cut(getattr(result, name), keep) for name in ("stdout", "stderr", "echo")}
-                result = replace(result, **texts)
+                shorter = any(text != getattr(result, name) for name, text in texts.items())
+                result = replace(result, **texts, truncated=result.truncated or shorter)
             except BaseException as error:  # such as a ToolResult whose texts are none
                 result = failed_result(error, self.config.wall_s)
             timer.cancel()

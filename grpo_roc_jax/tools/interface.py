@@ -25,7 +25,7 @@ class CodeCall:
     session: str | None
     """Trajectory id, for stateful tools; None for stateless ones."""
     seed: int = 0
-    """Seeds the program's `random` and `numpy.random`."""
+    """Seeds `random` and `numpy.random`, see `sandbox.Program.seed`."""
 
 
 class ToolExecutor(Protocol):

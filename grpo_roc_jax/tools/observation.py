@@ -17,6 +17,12 @@ SURROGATES = re.compile(r"[\ud800-\udfff]")
 ADDRESSES = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
 """Addresses as in the default repr of objects; they differ from run to run."""
 LIBRARY_PATHS = re.compile(r'(?:(?<=File ")|^)/[^"\n:]*?/lib/python3\.\d+/(?:site-packages/)?', re.M)
+OWN_FRAMES = re.compile(
+    r'^(?:  File "<string>", line \d+, in <module>\n(?:    .*\n)?)?(?:  File "<sandbox>", .*\n)+', re.M
+)
+"""Frames of the executor, in which a program runs, in stacks that it prints."""
+OWN_WARNINGS = re.compile(r"^<sandbox>:\d+:", re.M)
+"""Place of a warning that is above the program, for which an interpreter prints `sys:1:`."""
 SCRATCH_NAME = re.compile(r"grpo-tools-\w{8}/w\d+-\d+-[0-9a-f]{1,32}")
 UNBROKEN = re.compile(r"[^\s\"':]+")
 """Text that a path in an observation may consist of. The paths of the interpreter and the scratch directory differ
@@ -35,9 +41,9 @@ RSTAR2_REASONS = {"timeout": "worker_timeout", "queue_timeout": "queue_timeout",
 def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
     """The observation text of a result, before any token budget; quotes the line of an error from `code`."""
     text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
-    if "/" not in text and "at 0x" not in text and text.replace("\n", "").isprintable():
+    if not any(mark in text for mark in ("/", "at 0x", "<sandbox>")) and text.replace("\n", "").isprintable():
         return text  # most outputs end here; nothing below can match
-    text = LIBRARY_PATHS.sub("", sanitize(text))
+    text = OWN_WARNINGS.sub("sys:1:", OWN_FRAMES.sub("", LIBRARY_PATHS.sub("", sanitize(text))))
     if SCRATCH_NAME.search(text):
         text = UNBROKEN.sub(_hide_scratch, text)
     return ADDRESSES.sub("at 0x0", text) if config.hide_addresses else text

@@ -15,7 +15,6 @@ import dis
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -189,9 +188,9 @@ class Signature:
         if missing:
             return f"argument {missing[0]!r} is missing"
         order = list(arguments)
-        first = min(errors, key=lambda error: order.index(error["loc"][0]))
-        name, *inner = first["loc"]
-        if first["type"] in UNKNOWN_ARGUMENT and not inner:
+        first = min(errors, key=lambda error: order.index(error["loc"][0]) if error["loc"] else -1)
+        name, *inner = first["loc"] or (first["input"],)
+        if not first["loc"] or (first["type"] in UNKNOWN_ARGUMENT and not inner):  # a name that is no text has no place
             return f"argument {name!r:.80} is not known; expected: {', '.join(self.parameters['properties'])}"
         if first["type"] == "missing":
             return f"argument {name!r} {place_of(inner[:-1], arguments[name])}entry {inner[-1]!r:.80} is missing"
@@ -369,10 +368,13 @@ class Registry:
         if tool is None:
             known = ", ".join(self._tools)
             return ToolResult("unknown_tool", error_type="UnknownTool", error_message=f"{name!r:.80}; known: {known}")
-        fault = tool.signature.fault(arguments)
+        try:
+            fault = tool.signature.fault(arguments)
+            job = None if fault else tool.prepare(arguments, session)
+        except (ValueError, RecursionError) as error:  # numbers of too many digits, values that are nested too deep
+            fault = f"arguments cannot be passed on: {error}"
         if fault:
             return ToolResult("bad_arguments", error_type="BadArguments", error_message=f"{tool.name}: {fault}"[:500])
-        job = tool.prepare(arguments, session)
         if max(len(job.code), len(job.stdin)) > MAX_CODE_BYTES // 4:
             sizes = [len(text.encode("utf-8", "surrogatepass")) for text in (job.code, job.stdin)]
             if max(sizes) > MAX_CODE_BYTES or sum(sizes) > MAX_CALL_BYTES:
@@ -480,7 +482,7 @@ def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "tr
 def source_of(function: Callable[..., Any]) -> str:
     """Source text of a function, as a program."""
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        source = inspect.getsource(function)
     except (OSError, TypeError) as error:
         message = f"tool {function.__name__!r}: its source is not available ({error}); use where='trainer'"
         raise ValueError(message) from error
@@ -489,6 +491,8 @@ def source_of(function: Callable[..., Any]) -> str:
             f"tool {function.__name__!r} must be a plain, undecorated `def` to run in the sandbox, and no method of an "
             "object; use where='trainer'"
         )
+    if source[0].isspace():  # to remove the indentation would change texts of several lines
+        source = "if True:\n" + source
     source = "from __future__ import annotations\n" + source
     try:
         exec(compile(source, f"<tool {function.__name__}>", "exec"), {})

@@ -19,8 +19,7 @@ from grpo_roc_jax.record.accuracy import ALL, bootstrap, interval
 from grpo_roc_jax.record.events import EVENTS_FILE, read_events
 from grpo_roc_jax.record.metrics import FILE, read_metrics
 from grpo_roc_jax.record.segments import faults, segments
-from grpo_roc_jax.record.trace import TraceRecord, from_json, trace_files
-from grpo_roc_jax.settings.files import parse_json
+from grpo_roc_jax.record.trace import TraceRecord, record_of, trace_files
 from grpo_roc_jax.view.curves import RunData, by_label, load_runs
 
 EVENT_ROWS = 10_000
@@ -72,16 +71,16 @@ class Runs:
         return (index.load(logs[block], *block) for block in wanted if block in logs)
 
     def trajectory(self, run: int, block: Block, row: int) -> dict[str, Any] | None:
-        """All details of one trajectory; None if it does not exist."""
-        return next(iter(self.trajectories(run, block, [row])), None)
+        """All details of one trajectory; None if it does not exist or cannot be read."""
+        return self.trajectories(run, block, [row]).get(row)
 
-    def trajectories(self, run: int, block: Block, places: Iterable[int]) -> list[dict[str, Any]]:
-        """Trajectories of a file of the log; indices that the file does not have are skipped."""
+    def trajectories(self, run: int, block: Block, rows: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Row -> trajectory of a file of the log, without rows that the file does not have or that cannot be read."""
         log = self._logs(run).get(block)
-        log_lines = list(lines(log, block, places)) if log else []
-        return [
-            details(from_json(parse_json(line, f"a line of step {block[1]}")), self._pieces(run)) for line in log_lines
-        ]
+        if log is None:
+            return {}
+        pieces = self._pieces(run)
+        return {row: details(record, pieces) for row, record in records_of(log, block, rows)}
 
     def search(self, run: int, text: str, wanted: Iterable[Block]) -> dict[str, list[int]]:
         """Block -> indices of the trajectories whose text contains `text`, ignoring the case of ASCII letters."""
@@ -89,9 +88,8 @@ class Runs:
         matches: dict[str, list[int]] = {}
         logs = self._logs(run)
         for block in wanted:
-            for row, line in enumerate(lines(logs[block], block) if block in logs else ()):
-                end = line.rfind(b', "tokens": "')
-                if sought in line[:end].lower() and any(sought in _folded(part) for part in texts(index.parsed(line))):
+            for row, _, line in lines(logs[block], block) if block in logs else ():
+                if sought in line[: line.rfind(b', "tokens": "')].lower() and _holds(line, sought):
                     matches.setdefault(f"{block[0]}.{block[1]}", []).append(row)
         return matches
 
@@ -144,18 +142,33 @@ def _read_pieces(folder: Path, stamp: str) -> dict[int, str]:
     return index.read_pieces(folder)
 
 
-def lines(log: Path, block: Block, places: Iterable[int] | None = None) -> Iterator[bytes]:
-    """Lines of a file of the log: all, or those with these indices."""
-    if places is None:
-        with open(log, "rb") as file:
-            yield from file
-        return
-    offsets = json.loads(index.load(log, *block))["columns"]["offset"]
+def lines(log: Path, block: Block, rows: Iterable[int] | None = None) -> Iterator[tuple[int, int, bytes]]:
+    """(row of the index, number of its line from 1, the line) of a file of the log: all rows, or these."""
+    content = json.loads(index.load(log, *block))
+    offsets, unreadable = content["columns"]["offset"], {*content.get("unreadable", ())}
+    numbers = [number for number in range(1, len(offsets) + len(unreadable) + 1) if number not in unreadable]
     with open(log, "rb") as file:
-        for row in places:
+        for row in range(len(offsets)) if rows is None else rows:
             if 0 <= row < len(offsets):
                 file.seek(offsets[row])
-                yield file.readline()
+                yield row, numbers[row], file.readline()
+
+
+def records_of(log: Path, block: Block, rows: Iterable[int]) -> Iterator[tuple[int, TraceRecord]]:
+    """(row of the index, record) of these rows. Those that cannot be read are left out, with a warning."""
+    for row, number, line in lines(log, block, rows):
+        if (record := record_of(line)) is None:
+            index.warn_of_lines(log, [number])
+        else:
+            yield row, record
+
+
+def _holds(line: bytes, sought: bytes) -> bool:
+    """Whether a text of a line contains `sought`."""
+    try:
+        return any(sought in _folded(text) for text in texts(index.parsed(line)))
+    except Exception:  # whatever a damaged line leads to
+        return False
 
 
 def details(record: TraceRecord, pieces: Mapping[int, str]) -> dict[str, Any]:

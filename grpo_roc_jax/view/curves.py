@@ -13,7 +13,7 @@ import numpy as np
 from grpo_roc_jax.record import metrics
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.settings.cli import flatten
-from grpo_roc_jax.settings.files import read_yaml_mapping
+from grpo_roc_jax.settings.files import local_path, read_yaml_mapping
 from grpo_roc_jax.types import Metrics
 
 NOT_COMPARED = ("seed", "name", "run_dir", "resume", "log.", "checkpoint.")
@@ -53,8 +53,10 @@ def load_runs(patterns: Sequence[str]) -> list[RunData]:
     """
     loaded: dict[Path, RunData] = {}
     for pattern in patterns:
-        label, _, where = pattern.rpartition("=") if not Path(pattern).exists() else ("", "", pattern)
-        paths = [Path(where)] if Path(where).exists() else [Path(path) for path in sorted(glob.glob(where))]
+        label, where, paths = "", pattern, matching(pattern)
+        if not paths and "=" in pattern:
+            label, _, where = pattern.partition("=")
+            paths = matching(where)
         paths = [path.parent if path.name == "metrics.jsonl" else path for path in paths]
         runs = [path for path in paths if (path / "metrics.jsonl").exists()]
         if not runs:
@@ -62,6 +64,12 @@ def load_runs(patterns: Sequence[str]) -> list[RunData]:
         for path in runs:
             loaded.setdefault(path, RunData(path, read_metrics(path), _settings(path), label))
     return list(loaded.values())
+
+
+def matching(pattern: str) -> list[Path]:
+    """The path of that name, or else the paths that match the pattern."""
+    path = local_path(pattern)
+    return [path] if path.exists() else list(map(Path, sorted(glob.glob(str(path)))))
 
 
 def by_label(runs: Sequence[RunData], group_by: Sequence[str] = (), each: bool = False) -> dict[str, list[RunData]]:

@@ -94,7 +94,7 @@ def answer(runs: Runs, name: str, query: dict[str, str]) -> bytes:
     if name == "trajectory":
         trajectory = runs.trajectory(run, block_of(query["block"]), int(query["row"]))
         if trajectory is None:
-            raise KeyError(f"trajectory {query['block']}.{query['row']}")
+            raise KeyError(f"trajectory {query['block']}.{query['row']} that can be read")
         return dumps(trajectory)
     raise KeyError(name)
 

@@ -17,13 +17,13 @@ from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.view.answers import Block, Runs
 
 Location = tuple[int, Block, int]
-"""Index of the run, file of its log, index of the line."""
+"""Index of the run, file of its log, row of the file's index."""
 
 
 def by_file(places: Iterable[Location]) -> Iterator[tuple[int, Block, list[int]]]:
-    """The lines of each file. Locations in the same file must be adjacent, so that each file is opened once."""
+    """The rows of each file. Locations in the same file must be adjacent, so that each file is opened once."""
     for (run, block), some in groupby(places, key=lambda location: location[:2]):
-        yield run, block, [line for *_, line in some]
+        yield run, block, [row for *_, row in some]
 
 
 @cache
@@ -65,7 +65,7 @@ def page_of(runs: Runs, blocks: Iterable[tuple[int, Block]], places: Sequence[Lo
     Args:
         runs: The runs; all of their metrics are included.
         blocks: Run and log file of what the lists show.
-        places: Run, file and line of the trajectories that the page can open.
+        places: Run, file and row of the trajectories that the page can open.
         start: Where the page opens, such as `#/rollouts?step=3`.
     """
     by_run: dict[int, list[Block]] = {number: [] for number in range(len(runs.paths))}
@@ -77,9 +77,9 @@ def page_of(runs: Runs, blocks: Iterable[tuple[int, Block]], places: Sequence[Lo
     }
     state = [entry | {"blocks": dict.fromkeys(indexes[run], "held")} for run, entry in enumerate(runs.state())]
     trajectories = {
-        f"{run}.{block[0]}.{block[1]}.{line}": answer
-        for run, block, some in by_file(places)
-        for line, answer in zip(some, runs.trajectories(run, block, some), strict=True)
+        f"{run}.{block[0]}.{block[1]}.{row}": answer
+        for run, block, rows in by_file(places)
+        for row, answer in runs.trajectories(run, block, rows).items()
     }
     answers = {"metrics": [runs.metrics(run) for run in by_run], "evaluations": runs.evaluations()}
     return page({"state": state, "blocks": indexes, "trajectories": trajectories, "start": start, **answers})

@@ -20,8 +20,8 @@ from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
 from grpo_roc_jax.model.sharding import make_mesh
 from grpo_roc_jax.run import components as components_module
-from grpo_roc_jax.run.load import open_policy, settings_for
-from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.run.load import open_policy, serving_settings, settings_for
+from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, load_config
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import ToolResult, Trajectory, Turn
 from tests.helpers.small_model import publish
@@ -208,6 +208,22 @@ def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_p
     assert main([str(folder), "--prompt", "x", *SHORT]) == 2
     assert "name its directory: --model.path DIR" in capsys.readouterr().err
     assert answer(folder, f"--model.path={published}") == answer(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("read", [settings_for, serving_settings])
+def test_the_model_of_an_adapter_is_named_by_its_path(tmp_path, read):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    shape |= {"intermediate_size": 16, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 512}
+    pairs = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    for folder, name, content in ((base, "config", shape), (adapter, "adapter_config", pairs)):
+        folder.mkdir()
+        (folder / f"{name}.json").write_text(json.dumps(content | {"base_model_name_or_path": str(base)}))
+    for words in ([], [f"--model={{path: {base}}}"], [f"--model.path={base}"]):
+        assert read(str(adapter), words, "test").model.path == str(base)
+    for word in ("--model", f"--model={base}", f"model={base}"):
+        with pytest.raises(ConfigError, match=r"model = .* is a section; set one of its fields, such as model\.path"):
+            read(str(adapter), [word], "test")
 
 
 def test_what_is_no_model_is_said(tmp_path, capsys):

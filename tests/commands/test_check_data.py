@@ -70,6 +70,17 @@ def test_what_does_not_fit_the_settings_is_named(tmp_path, capsys):
     assert main(["check-data", write(tmp_path / "talk.jsonl", talk), "toy.yaml"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"batch\.row_length = \d+: 1 of 3 do not fit \(data\.bad_rows\)\n  talk:2: \d+ tokens\n", printed)
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        *[{"role": "tool", "content": "1"}] * 2,
+        {"role": "assistant", "content": "ok"},
+    ]
+    file = write(tmp_path / "calls.jsonl", [talk[0], {"messages": [talk[0]["messages"][0], *turns]}])
+    assert main(["check-data", file, "toy.yaml"]) == 0
+    printed = capsys.readouterr().out
+    named = "text.max_calls_per_turn = 1: 1 of 2 do not fit (data.bad_rows)\n  calls:2: 2 calls in a turn\n"
+    assert f"most calls in a turn: 2\n{named}" in printed and printed.endswith(" --text.max_calls_per_turn 2\n")
     problems = [{"question": "Think. " * count, "answer": 1} for count in (1, 400, 3, 500)]
     assert main(["check-data", write(tmp_path / "own.jsonl", problems), "toy.yaml"]) == 0
     printed = capsys.readouterr().out

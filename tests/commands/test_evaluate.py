@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from grpo_roc_jax.commands.evaluate import EvaluateConfig, chosen_problems, main, show_table
+from grpo_roc_jax.commands import difficulty
+from grpo_roc_jax.commands.evaluate import EvaluateConfig, chosen_problems, folder_of, main, show_table
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.learner.update import init_train_state
@@ -16,7 +17,7 @@ from grpo_roc_jax.process.points import injected, listening
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace, to_line
 from grpo_roc_jax.run.components import make_parts
-from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, load_config
 from tests.helpers.small_model import publish
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
@@ -72,6 +73,33 @@ def test_what_cannot_be_evaluated_is_a_message_and_a_status(tmp_path, capsys):
     assert "none.jsonl" in capsys.readouterr().err
     assert main([str(tmp_path), "--data", "world:gcd:1", "--keep", f"{tmp_path}/config.yaml/kept"]) == 2
     assert "cannot be written" in (said := capsys.readouterr().err) and "choose another with --keep" in said
+
+
+@pytest.mark.parametrize("holds", ["checkpoints", "config.yaml", "metrics.jsonl", "trajectories"])
+@pytest.mark.parametrize("command", [main, difficulty.main], ids=["evaluate", "difficulty"])
+def test_a_run_is_not_resumed_as_an_evaluation(tmp_path, capsys, command, holds):
+    """It would replace the configuration of the run and remove its trajectories."""
+    (tmp_path / holds).mkdir()
+    words = [str(tmp_path), "--data", "world:gcd:1", "--keep", str(tmp_path), "--resume"]
+    out = ["--out", str(tmp_path.parent / "out")] if command is not main else []
+    assert command([*words, *out]) == 2
+    assert f"it holds {holds} and is no evaluation" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [holds]
+    (tmp_path / "asked.json").touch()
+    options = EvaluateConfig("r", keep=str(tmp_path), resume=True)
+    if holds == "checkpoints":
+        with pytest.raises(ConfigError):
+            folder_of(options)
+    else:
+        assert folder_of(options) == tmp_path
+
+
+def test_the_directory_of_a_run_that_is_named_by_a_dot_is_in_use(tmp_path, monkeypatch):
+    (tmp_path / "run" / "below").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    for place, name in (("run", "."), ("run/below", "..")):
+        monkeypatch.chdir(tmp_path / place)
+        assert folder_of(EvaluateConfig("r", keep=name)) == tmp_path / "run-2"
 
 
 @pytest.mark.slow

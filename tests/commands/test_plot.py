@@ -79,6 +79,16 @@ def test_files_that_the_command_writes_and_does_not(runs, tmp_path, monkeypatch,
     assert labels(load_runs(["q [1]"])) == {"q [1]": ["q [1]"]}, "a directory that exists is no pattern"
 
 
+@pytest.mark.parametrize(
+    ("pattern", "label"),
+    [("lr=0.1", ""), ("lr=*", ""), ("base=lr=0.1", "base"), ("base=lr=*", "base"), ("base=l*/metrics.jsonl", "base")],
+)
+def test_a_label_ends_at_the_first_equals_sign_of_what_is_no_path(tmp_path, monkeypatch, pattern, label):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path, "lr=0.1", rewards([1.0]))
+    assert [(run.label, run.path.name) for run in load_runs([pattern])] == [(label, "lr=0.1")]
+
+
 def test_labels_from_patterns_and_runs_without_configuration(runs, capsys):
     make_run(runs, "x/run", rewards([1.0]))
     make_run(runs, "y/run", rewards([1.0]))

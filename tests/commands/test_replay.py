@@ -69,9 +69,12 @@ def test_rows_are_read_back_as_they_were_kept(tmp_path):
         np.testing.assert_array_equal(getattr(loaded, item.name), getattr(row, item.name))
 
 
-def test_a_checkpoint_is_a_number(capsys):
-    assert main(["batches/step_1.npz", "--checkpoint", "last"]) == 2
-    assert "--checkpoint last; must be the number of a step" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words", [["--checkpoint", "last"], ["--checkpoint=last"], ["--checkpoint"], ["--checkpoint="]]
+)
+def test_a_checkpoint_is_a_number(words, capsys):
+    assert main(["batches/step_1.npz", *words]) == 2
+    assert "; must be the number of a step" in capsys.readouterr().err
 
 
 def test_files_are_few_and_unreadable_ones_refused(alarmed_run, tmp_path, capsys):

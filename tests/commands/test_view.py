@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 from unittest import mock
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ def run(tmp_path):
             dataclasses.replace(record, kept=not i % 2, why=("kept", "quota")[i % 2], penalties={"total": 0.25})
             for i, record in enumerate(records)
         ]
+        third = dataclasses.replace(records[3].verdict, reward=1 / 3)
+        records[3] = dataclasses.replace(records[3], verdict=third)
         writer.write(step, records)
     writer.write(2, trace.eval_records(2, [make_group(99, 3)]), kind="eval")
     return tmp_path
@@ -75,6 +78,7 @@ def test_two_turns_without_an_observation_between_them_make_one_segment():
         ({"uid": "/11"}, lambda r: r.problem.uid == "world:gcd/11"),
         ({"sample": 3}, lambda r: r.trajectory.sample == 3),
         ({"reward": 0.0}, lambda r: r.verdict.reward == 0),
+        ({"reward": 0.333333}, lambda r: r.verdict.reward == 1 / 3),
         ({"status": "no_answer"}, lambda r: r.verdict.status == "no_answer"),
         ({"kept": "no"}, lambda r: not r.kept),
         ({"errors": True, "kept": "yes"}, lambda r: r.verdict.tool_errors > 0 and r.kept),
@@ -205,6 +209,14 @@ def test_the_page_opens_with_the_filters_and_on_another_port_where_its_own_is_ta
     assert str(view.PORT) not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("reward", [1 / 3, 0.333333, -1e6 / 7, 0.0])
+def test_the_page_is_asked_for_the_rewards_that_the_filter_passes(reward):
+    config = view.ViewConfig(("run",), reward=reward)
+    asked = dict(parse_qsl(config.address.partition("?")[2]))
+    assert (float(asked["low"]), float(asked["high"])) == config.rewards
+    assert config.rewards[0] < float(f"{reward:.6g}") < config.rewards[1] or not reward
+
+
 @pytest.mark.parametrize("where", [["--step", "7"], ["--status", "corect"], ["--step", "2", "--status", "corect"]])
 def test_filters_that_match_nothing_name_what_there_is(run, capsys, where):
     assert view.main([str(run), *where, "--html", str(run / "page.html")]) == 0
@@ -232,6 +244,42 @@ def test_what_cannot_be_shown_is_a_message(run, tmp_path, capsys):
         assert f"{option} {value}; must be" in " ".join(capsys.readouterr().err.split())
 
 
+def cut(line):
+    """What a full disk leaves of a line."""
+    return line[: len(line) // 2]
+
+
+DAMAGES = {
+    "cut": cut,
+    "cut between tokens": lambda line: line[:-100],
+    "zeros": lambda line: bytes(len(line) - 1) + b"\n",
+}
+"""The last one, of the same size, is not noticed before it is read."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", [["--text"], ["--html", "page.html"], ["--atif", "out.jsonl"]], ids=lambda how: how[0])
+def test_a_damaged_line_costs_that_line(run, tmp_path, capsys, caplog, monkeypatch, damage, how):
+    monkeypatch.chdir(tmp_path)
+    log = run / "trajectories" / "step_00000001.jsonl"
+    lines = log.read_bytes().splitlines(True)
+    at = 0 if damage == "zeros" else -1
+    lines[at] = DAMAGES[damage](lines[at])
+    log.write_bytes(b"".join(lines))
+    known = 16 if damage == "zeros" else 15
+    for words, matched, left in ((["--uid", "gcd"], known + 16, 31), (["--step", "1"], known, 15)):
+        assert view.main([str(run), *how, *words, "--limit", "0"]) == 0
+        out = capsys.readouterr().out
+        assert f"{matched} of {matched} trajectories match" in out or f" of {matched} matching trajectories)" in out
+        assert "--atif" not in how or f"({left} of" in out
+    assert caplog.messages == [f"{log}, line {1 if at == 0 else 16}: cannot be read and is left out"]
+    if "--html" in how:
+        answers = answers_in((tmp_path / "page.html").read_text())
+        assert len(answers["trajectories"]) == 15 and answers["evaluations"]["rows"]
+        assert answers["blocks"]["0"]["step.1"].get("unreadable", []) == ([16] if at else [])
+    assert len(list(trace.read_trace(run, 1))) == 15 and len(list(trace.read_trace(run))) == 31
+
+
 def test_a_log_of_the_other_kind_is_named(tmp_path, capsys):
     trace.TraceWriter(tmp_path).write(3, trace.eval_records(3, [make_group(1, 2)]), kind="eval")
     assert view.main([str(tmp_path), "--text"]) == 2
@@ -244,8 +292,8 @@ def test_a_search_decodes_only_the_trajectories_that_it_shows(tmp_path, monkeypa
     writer.write(1, trace.eval_records(1, [make_group(seed, 32, turns=4, width=80) for seed in range(4)]))
     for step in range(2, 6):  # logs without an index, which the first look makes
         shutil.copy(tmp_path / "trajectories/step_00000001.jsonl", tmp_path / f"trajectories/step_{step:08d}.jsonl")
-    decoded = []
-    monkeypatch.setattr(view, "from_json", lambda line: decoded.append(line["step"]))
+    decoded, from_json = [], trace.from_json
+    monkeypatch.setattr(trace, "from_json", lambda line: decoded.append(line["step"]) or from_json(line))
     choice = view.choose(view.ViewConfig((str(tmp_path),), errors=True, html="x"))
     assert choice.total == 5 * 128 and choice.matched > 200 and not decoded
     assert len(choice.records) == len(decoded) == 200

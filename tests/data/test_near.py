@@ -8,7 +8,7 @@ import pytest
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.near import describe_near, near_duplicates
-from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
+from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
 from grpo_roc_jax.record.accuracy import bootstrap
 from grpo_roc_jax.worlds.worlds import FAMILIES
 
@@ -36,18 +36,20 @@ def test_texts_that_differ_a_little_are_near(text, near):
 
 def test_near_duplicates_are_counted_and_named(tmp_path):
     def write(name, *questions):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in questions))
+        """Rows that are problems and demonstrations."""
+        path, answer = tmp_path / name, {"role": "assistant", "content": "1"}
+        rows = [{"question": q, "answer": "1", "messages": [{"role": "user", "content": q}, answer]} for q in questions]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
     held_out = write("held.jsonl", HELD, "6 * 7 = ?")
     rows = write("rows.jsonl", HELD, HELD.upper(), "What is 12 plus 5?", "6 * 7 =")
     config = DataConfig(sources=(rows,), eval_sources=(held_out,), eval_problems=2)
-    notes = make_problem_stream(config, problems=1, seed=0).notes
-    (same,) = [note for note in notes if "also held out" in note]
-    assert "1 rows are also held out; dropped" in same
-    (near,) = [note for note in notes if "near-duplicates" in note]
-    assert near.startswith(f"{rows}: 2 rows are near-duplicates of held-out ones") and "NATALIA SOLD" in near
+    for stream in (make_problem_stream(config, problems=1, seed=0), make_trace_stream(config, traces=1, seed=0)):
+        (same,) = [note for note in stream.notes if "also held out" in note]
+        assert "1 rows are also held out; dropped" in same
+        (near,) = [note for note in stream.notes if "near-duplicates" in note]
+        assert near.startswith(f"{rows}: 2 rows are near-duplicates of held-out ones") and "NATALIA SOLD" in near
     assert describe_near("x", [("a", "b")] * 5)[0].endswith("and 2 more") and describe_near("x", []) == []
 
 

@@ -8,20 +8,32 @@ from collections import Counter
 import pytest
 
 from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
+from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.generated import TRACE_START
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
 from grpo_roc_jax.data.problems import load_problems
+from grpo_roc_jax.text.chat_format import UnfitTrace, make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.worlds.worlds import is_held_out
 
 
-def write(path, count, start=0):
-    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(start, start + count)]
+def questions(path, prompts):
+    rows = [{"question": prompt, "answer": str(i)} for i, prompt in enumerate(prompts)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
+def write(path, count, start=0):
+    return questions(path, [f"q{i}" for i in range(start, start + count)])
+
+
 def take(stream, batches):
     return list(itertools.islice(stream, batches))
+
+
+def prompts_of(batches):
+    return [getattr(item, "problem", item).prompt for item in itertools.chain(*batches)]
 
 
 @pytest.fixture
@@ -72,13 +84,40 @@ def test_a_state_of_other_data_is_refused(mixed, tmp_path):
 @pytest.mark.parametrize("make", [problem_stream, trace_stream])
 def test_a_state_of_another_order_is_refused(make, tmp_path):
     sources = (write(tmp_path / "a.jsonl", 10),)
-    config = DataConfig(sources=sources, trace_sources=(talks(tmp_path / "t.jsonl", range(1, 9)),), eval_problems=0)
+    config = DataConfig(sources=sources, trace_sources=(talks(tmp_path / "t.jsonl", "abcdefgh"),), eval_problems=0)
     in_order = dataclasses.replace(config, shuffle=False)
     for one, other in ((config, in_order), (in_order, config)):
         with pytest.raises(ValueError, match=r"data\.shuffle"):
             make(other).set_state(make(one).get_state())
     state = make(DataConfig()).get_state()
     make(DataConfig(shuffle=False)).set_state(state)
+
+
+EARLIER = {
+    problem_stream: ("6ecfc3cd2b62ea95", "838784ab0e53b4eb"),
+    trace_stream: ("b9ea04ec93ba6e9f", "a4252f05d659f587"),
+}
+"""Fingerprints of one and of both files of the next test, as versions with one order for all files saved them."""
+
+
+@pytest.mark.parametrize(("make", "key"), [(problem_stream, "sources"), (trace_stream, "trace_sources")])
+def test_each_of_several_files_has_an_order_of_its_own(tmp_path, make, key):
+    """The first has the one that it has alone. Positions with one order for all, of earlier versions, are refused."""
+    files = [
+        (questions if make is problem_stream else talks)(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(12)])
+        for name in "ab"
+    ]
+    alone, both = (DataConfig(**{key: sources}, eval_problems=0) for sources in (files[:1], files))
+    prompts = prompts_of(take(make(both), 12))
+    first, second = prompts[::2], prompts[1::2]
+    assert first == prompts_of(take(make(alone), 6))
+    for epoch in (slice(0, 12), slice(12, 24)):
+        assert sorted(second[epoch]) == sorted(prompt.replace("a", "b") for prompt in first[epoch])
+        assert [prompt[1:] for prompt in second[epoch]] != [prompt[1:] for prompt in first[epoch]]
+    of_one, of_two = EARLIER[make]
+    make(alone).set_state({"next_index": 3, "fingerprint": of_one})
+    with pytest.raises(ValueError, match="earlier versions shuffled all sources but the first in another order"):
+        make(both).set_state({"next_index": 3, "fingerprint": of_two})
 
 
 def test_weights_are_kept(mixed):
@@ -124,15 +163,38 @@ def test_a_source_whose_problems_all_leave_has_no_share(tmp_path):
         make_problem_stream(config, problems=2, seed=0, left_out=set.union(*uids))
 
 
-def test_rows_that_are_held_out_never_train(tmp_path):
-    train = write(tmp_path / "train.jsonl", 12)
+@pytest.mark.parametrize(
+    ("make", "key"), [(problem_stream, "sources"), (trace_stream, "trace_sources"), (trace_stream, "sources")]
+)
+def test_rows_that_are_held_out_never_train(tmp_path, make, key):
+    texts = [f"q{i}" for i in range(12)]
+    train = (questions if make is problem_stream else talks)(tmp_path / "train.jsonl", texts)
     test = write(tmp_path / "test.jsonl", 5)
-    config = DataConfig(sources=(train,), eval_sources=(test,), eval_problems=5)
-    stream = problem_stream(config)
-    held_out = {problem.prompt for problem in eval_problems(config)}
-    assert len(held_out) == 5
-    assert held_out.isdisjoint(problem.prompt for problem in itertools.chain(*take(stream, 14)))
+    config = DataConfig(**{key: (train,)}, eval_sources=(f"test={test}",), eval_problems=5)
+    stream = make(config)
+    assert len(eval_problems(config)) == 5
+    assert sorted(prompts_of(take(stream, 7))) == sorted(texts[5:] * 4)
     assert any("5 rows are also held out" in note for note in stream.notes)
+    write(tmp_path / "test.jsonl", 12)
+    with pytest.raises(ValueError, match=r"train\.jsonl: no \w+ is left to train on(.|\n)*12 rows are also held out"):
+        make(config)
+
+
+@pytest.mark.parametrize(("make", "world_problems"), [(problem_stream, 0), (problem_stream, 40), (trace_stream, 0)])
+def test_worlds_draw_others_in_place_of_what_is_held_out(tmp_path, make, world_problems):
+    plain = DataConfig(sources=("world:products:1",), world_problems=world_problems)
+    drawn = prompts_of(take(make(plain), 12))
+    held_out = sorted(set(drawn))[::2]
+    test = questions(tmp_path / "test.jsonl", held_out)
+    config = dataclasses.replace(plain, eval_sources=(test, "world:products:1"))
+    trained = prompts_of(take(make(config), 12))
+    assert set(held_out).isdisjoint(trained)
+    assert all(new == old for old, new in zip(drawn, trained, strict=True) if old not in held_out)
+    questions(tmp_path / "test.jsonl", [f"{a}*{b}=?" for a in range(100) for b in range(10)])
+    with pytest.raises(ValueError, match=r"world:products:1: 1000 problems .* in the files of data\.eval_sources"):
+        make(config)
+    own = dataclasses.replace(plain, eval_sources=plain.sources)
+    assert prompts_of(take(make(own), 12)) == drawn, "a world keeps what it holds out apart"
 
 
 class TestEvalProblems:
@@ -207,9 +269,12 @@ def test_impossible_settings_are_refused(change, message):
 # ---- what does not fit ---------------------------------------------------------------------------------------------
 
 
-def talks(path, lengths):
+def talks(path, questions, lengths=None):
     """Conversations of so many letters."""
-    rows = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * n}] for n in lengths]
+    rows = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": "x" * n}]
+        for question, n in zip(questions, lengths or range(1, len(questions) + 1), strict=True)
+    ]
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     return str(path)
 
@@ -223,7 +288,7 @@ def fitting_stream(config, most, length=letters, traces=4):
 
 
 def test_traces_that_do_not_fit_are_left_out_and_counted(tmp_path):
-    path = talks(tmp_path / "talk.jsonl", [20, 80, 30, 90, 40])
+    path = talks(tmp_path / "talk.jsonl", "abcde", [20, 80, 30, 90, 40])
     config = DataConfig(sources=(path,), eval_problems=0)
     stream = fitting_stream(config, 60)
     assert {letters(trace) for batch in take(stream, 4) for trace in batch} == {20, 30, 40}
@@ -238,6 +303,54 @@ def test_traces_that_do_not_fit_are_left_out_and_counted(tmp_path):
         with pytest.raises(ValueError, match=r"batch\.row_length = 5: 5 of 5 do not fit; raise it, as nothing is cut"):
             fitting_stream(choice, 5)
     assert fitting_stream(fails, 1000).left_out == 0
+
+
+def calling(path, *calls):
+    """Conversations with a turn of so many calls of a tool."""
+    rows = []
+    for tool, number in calls:
+        call = {"type": "function", "function": {"name": tool, "arguments": {"x": 1}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call | {"id": f"c{i}"} for i in range(number)]}
+        outputs = [{"role": "tool", "tool_call_id": f"c{i}", "content": "1"} for i in range(number)]
+        messages = [
+            {"role": "user", "content": f"{tool} {number}"},
+            turn,
+            *outputs,
+            {"role": "assistant", "content": "ok"},
+        ]
+        schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+        tools = [{"type": "function", "function": {"name": tool, "description": "d", "parameters": schema}}]
+        rows.append({"messages": messages, "tools": tools})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_traces_that_the_settings_cannot_write_are_left_out_and_counted(tmp_path):
+    """More calls in a turn than may be, and a tool whose name the form of calls cannot write."""
+    path = calling(tmp_path / "talk.jsonl", ("look", 1), ("look", 2), ("look", 3), ("look-up", 1))
+    config = DataConfig(sources=(path,), eval_problems=0)
+    tool = load_traces(path)[0][0].tools
+
+    def stream(config, calls=1):
+        text = TextConfig(calls="gemma", tools_section=True, max_calls_per_turn=calls)
+        chat = make_chat(text, load_tokenizer(text), json.loads(tool))
+        return fitting_stream(config, 4000, lambda trace: len(chat.trace_row(trace)[0]))
+
+    found = stream(config)
+    assert {prompt for prompt in prompts_of(take(found, 2))} == {"look 1"} and found.left_out == 3
+    keeps = "text.max_calls_per_turn 3 keeps 2 of these"
+    assert f"{path}: 3 of 4 conversations do not fit and are left out, 1 are left; {keeps}" in found.notes
+    assert any("talk:2': a turn makes 2 calls, text.max_calls_per_turn = 1; raise it" in note for note in found.notes)
+    assert any("talk:4': the tool 'look-up' cannot be called in the form gemma" in note for note in found.notes)
+    assert stream(config, 3).left_out == 1
+    fails = dataclasses.replace(config, bad_rows="fail")
+    with pytest.raises(ValueError, match=f"3 of 4 conversations do not fit; {keeps}; set data.bad_rows to drop"):
+        stream(fails)
+    calling(tmp_path / "talk.jsonl", ("look", 2))
+    with pytest.raises(
+        ValueError, match=r"1 of 1 conversations do not fit; text\.max_calls_per_turn 2 keeps 1 of these\n"
+    ):
+        stream(config)
 
 
 def test_over_long_prompts_are_dropped_and_listed_or_stop_the_run_where_that_is_asked(tmp_path):
@@ -277,8 +390,18 @@ def test_other_demonstrations_of_a_world_take_the_place_of_those_that_do_not_fit
     resumed.set_state({**fitting_stream(config, most, length).get_state(), "next_index": 7})
     assert next(resumed) == fitting[28:32]
     with pytest.raises(
-        ValueError, match=r"50 demonstrations exceed batch\.row_length = 1, the last one has \d+ tokens"
+        ValueError,
+        match=r"50 demonstrations do not fit, the last one: .* of \d+ tokens, batch\.row_length = 1; raise it",
     ):
         next(fitting_stream(config, 1, length))
+    drawn = itertools.count()
+
+    def second(trace):
+        if not next(drawn):
+            raise UnfitTrace("too many calls")
+        return 1
+
+    stream = fitting_stream(config, 1, second)
+    assert next(stream) and stream.left_out == 1
     with pytest.raises(ValueError, match=r"world:products:1: .*: demonstration of \d+ tokens, .* set data\.bad_rows"):
         next(fitting_stream(dataclasses.replace(config, bad_rows="fail"), 1, length))

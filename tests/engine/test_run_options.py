@@ -88,6 +88,40 @@ def test_a_fault_in_one_row_costs_that_row(params, twelve, caplog):
     assert_same([rollouts[i] for i in others], [expected[i] for i in others])
 
 
+@pytest.mark.parametrize("how", ["a batch", "a batch beside others", "the pool"])
+def test_rows_that_are_given_up_are_cancelled_and_the_others_go_on(params, twelve, how):
+    requests, expected = twelve
+    engine = changed(engine_for(ROLLOUT, SamplingConfig(), None))
+    sampler, rows, ended = engine.publish(params, 5), {}, {}
+
+    class Noting(FakeTools):
+        def completed(self, index, trajectory):
+            ended[index] = trajectory.stop
+            return trajectory
+
+    def interrupt():
+        if len(tools.ended) > 4:
+            raise KeyboardInterrupt
+
+    tools, options = Noting(requests[6:]), RunOptions(2, before_chunk=interrupt)
+    if how == "a batch beside others":
+        engine.submit(sampler, requests[:6], FakeTools(requests[:6]))
+        rows |= engine.advance()
+    with pytest.raises(KeyboardInterrupt):
+        if how == "the pool":
+            engine.submit(sampler, requests[6:], tools, options)
+            while True:
+                engine.advance()
+        engine.run(sampler, requests[6:], tools, options)
+    if how == "the pool":
+        engine.release()
+    assert tools.cancels == [index for index in range(6) if ended[index] == "cancelled"] and tools.cancels
+    while ended := engine.advance():
+        rows |= ended
+    again, _ = engine.run(sampler, requests[6:], FakeTools(requests[6:]))
+    assert_same([*map(rows.get, sorted(rows)), *again], expected[0 if rows else 6 :])
+
+
 def test_trajectory_and_step_deadlines(params):
     requests = make_requests(2, 4)
     tools = HangingTools(requests, range(8))
@@ -247,6 +281,7 @@ def test_progress_is_a_line_beside_the_training_bar():
         ([one_rollout(0, np.array([97]), 8)], "prompt ids from 97 to 97"),
         ([one_rollout(0, None, 8)], "has no prompt ids"),
         ([one_rollout(0, np.arange(4), 3, prefix=(5, 6, 7))], "begins with 3 response tokens"),
+        (make_requests(2, 3, step=None)[::2] * 2, "requests 0 and 3 both ask for step 0, place 0, sample 0"),
     ],
 )
 def test_refused_requests(params, requests, message):

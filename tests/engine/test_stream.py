@@ -1,6 +1,7 @@
 """An engine that runs on, in a cache with room for one longest row: rows come, leave, are parked and go on; weights
 change between chunks."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.config import SamplingConfig
-from grpo_roc_jax.engine.protocol import RunOptions, SingleTurn
+from grpo_roc_jax.engine.engine import divided
+from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions, SingleTurn
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.engine.table import from_prompt
 from grpo_roc_jax.model.transformer import init_params
 from tests.helpers.engine_checks import assert_same
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, FakeTools, changed, engine_for, make_requests, one_rollout
+from tests.helpers.samples import make_trajectory
 
 TIGHT = replace(ROLLOUT, block=16, kv_tokens=ROLLOUT.max_row_tokens)
 same_rows = partial(assert_same, atol=1e-5)
@@ -112,24 +115,60 @@ def test_a_prompt_that_nobody_needs_any_more_gives_way(params, baseline):
     assert stats.stops["cancelled"] == 16 and stats.prompts == 4
 
 
-def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, baseline):
-    """An evaluation between two steps: each gets its own rows, in one cache of 8 blocks."""
+def counts_of(rows):
+    """(rollouts, sampled tokens, tokens of observations, stops) of rows that began with a prompt."""
+    sampled = sum(int(row.policy_mask.sum()) for row in rows)
+    stops = dict(Counter(row.stop for row in rows))
+    return len(rows), sampled, sum(row.length - row.prompt_length for row in rows) - sampled, stops
+
+
+def counted_in(stats):
+    stops = {name: count for name, count in stats.stops.items() if count}
+    return stats.rollouts, stats.sampled_tokens, stats.observation_tokens, stops
+
+
+@pytest.mark.parametrize("pipeline", ["off", "on"])
+def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, baseline, pipeline):
+    """An evaluation between two steps: each gets its own rows, in one cache of 8 blocks, and each has its counts."""
     requests, wanted, *_ = baseline
-    engine = engine_of()
+    engine = engine_of(pipeline=pipeline)
     sampler = engine.publish(params, 5)
-    first, second = requests[:10], requests[10:]
+    first, second, third = requests[:10], requests[10:15], requests[15:]
     engine.submit(sampler, first, FakeTools(first))
     rows = dict(engine.advance())
     batch, stats = engine.run(sampler, second, FakeTools(second), RunOptions(2, "evaluate"))
-    assert stats.rollouts == 10 and len(rows) < 10
-    rows |= drain(engine, 10 - len(rows))
-    same_rows([rows[ticket] for ticket in range(10)], wanted[:10])
-    same_rows(batch, wanted[10:])  # their requests name the step of their keys
-    counted = engine.take_stats()
-    assert counted.rollouts == 10 and counted.sampled_tokens + stats.sampled_tokens == sum(
-        int(row.policy_mask.sum()) for row in wanted
-    )
+    ended = [ticket for ticket in range(10) if ticket not in rows and engine.cut(ticket).stop != "cancelled"]
+    assert ended
+    same_rows([engine.cut(ticket) for ticket in ended], [wanted[ticket] for ticket in ended])
+    engine.submit(sampler, third, FakeTools(third))
+    rows |= drain(engine, 15 - len(rows))
+    of_stream = [*wanted[:10], *wanted[15:]]
+    same_rows([rows[ticket] for ticket in sorted(rows)], of_stream)
+    same_rows(batch, wanted[10:15])  # their requests name the step of their keys
+    for counted, own in ((stats, wanted[10:15]), (engine.take_stats(), of_stream)):
+        assert counted_in(counted) == counts_of(own)
+        assert counted.shard_tokens == (counted.sampled_tokens,)
+        assert 0 < counted.slot_use <= 1 and counted.prefilled_tokens > 0 and counted.seconds > 0
     assert engine.take_stats().sampled_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_batch_and_the_others_count_adds_up_on_every_shard(seed):
+    """The first row of the batch began before it, and the others sampled nothing in half of the cases."""
+    rng = np.random.default_rng(seed)
+    rows = [make_trajectory(rng, i) for i in range(2)]
+    starts = [rows[0].turns[1].start, rows[1].prompt_length]
+    sampled = sum(int(row.policy_mask[start:].sum()) for row, start in zip(rows, starts, strict=True))
+    total = sampled + seed % 2 * int(rng.integers(1, 200))
+    shards = tuple(rng.multinomial(total, rng.dirichlet(np.ones(3))).tolist())
+    counts = {"rollouts": 2, "sampled_tokens": total, "observation_tokens": 99, "slot_steps": total, "seconds": 2.0}
+    both = RolloutStats(**counts, cache_tokens=64, shard_tokens=shards)
+    both.stops |= {"eos": 3, "answer": 2}
+    batch, others = divided(both, starts, rows)
+    assert batch.followed_by(others) == both and batch.cache_tokens == others.cache_tokens == 64
+    assert (batch.sampled_tokens, batch.observation_tokens, batch.stops["answer"]) == (sampled, 45, 2)
+    for part in (batch, others):
+        assert sum(part.shard_tokens) == part.sampled_tokens == part.slot_steps and min(part.shard_tokens) >= 0
 
 
 @pytest.mark.parametrize("pipeline", ["off", "on"])

@@ -6,6 +6,8 @@ import os
 import sqlite3
 import threading
 import time
+import uuid
+from pathlib import Path
 
 from grpo_roc_jax.environments.environment import Environment, Observation
 from grpo_roc_jax.tools import ToolUnavailable
@@ -302,6 +304,32 @@ class Reader(Environment):
         if text in errors:
             raise errors[text]
         return Observation(f"next {int(text)}", reward=1.0)
+
+
+class Held(Environment):
+    """Holds a file of its problem's folder from its reset to its end, and leaves others there for what must not be."""
+
+    def reset(self, problem):
+        self.how, self.folder = problem.extra["how"], Path(problem.extra["folder"])
+        self.file = self.folder / str(uuid.uuid4())
+        self.file.touch()
+        if self.how == "reset fails":
+            raise ConnectionError("no server")
+        return "x" * 1000 * (self.how == "too long")
+
+    def step(self, turn):
+        if self.how == "hangs":
+            time.sleep(60)
+        return "go on"
+
+    def get_reward(self):
+        (self.folder / "paid").touch()
+        return 1.0
+
+    def close(self):
+        if not self.file.exists():
+            (self.folder / "closed twice").touch()
+        self.file.unlink()
 
 
 class Several(Environment):

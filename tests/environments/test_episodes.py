@@ -11,20 +11,29 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.engine.protocol import Finish, RolloutStats, RunOptions, Wait
-from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
+from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
 from grpo_roc_jax.environments.environment import method_tools
-from grpo_roc_jax.environments.episode import Answer, BadAnswer, checked_pay
+from grpo_roc_jax.environments.episode import Answer, BadAnswer, EpisodeSettings, checked_pay
 from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.environments.hosts import make_host
 from grpo_roc_jax.method.edit import as_opened
 from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.rollout.sampler import EpisodeEnvironment, EpisodeSource, collect_episodes, render
+from grpo_roc_jax.rollout.sampler import (
+    BOTH_S,
+    EpisodeEnvironment,
+    EpisodeSource,
+    Sampler,
+    collect_episodes,
+    render,
+)
 from grpo_roc_jax.settings.callables import given, import_file
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import RolloutRequest, ToolCall, ToolResult, Trajectory, Turn
+from tests.helpers.arena import wait_until
 from tests.helpers.servers import call
 from tests.rollout.test_collect import CALL, PROBLEM, Instant, turn
 
@@ -131,6 +140,70 @@ def test_an_environment_whose_reset_fails_is_closed(chat):
     with opened("Closing", retries=1) as episodes:
         Play(chat, episodes, samples=2)
         assert MADE.Closing.open == 0
+
+
+@pytest.mark.parametrize("host", [HostThreads(), HostProcesses(1)], ids=["threads", "processes"])
+@pytest.mark.parametrize(
+    ("how", "held"),
+    [("interrupted", 0), ("reset fails", 0), ("too long", 0), ("opened again", 3), ("hangs", 3), ("terminated", 0)],
+)
+def test_an_environment_is_closed_once_however_its_rollout_ends(chat, tmp_path, host, how, held):
+    """Nobody asks it for a reward then. What is open, also in a turn that hangs, is closed with its host."""
+    choice = EnvironmentClass(path=f"{FILE}:Held", host=host, timeout_s=20.0, retries=1)
+    holder = make_host(host, EpisodeSettings(choice))
+    episodes = Episodes(choice, ToolsConfig(), host=holder)
+    request = RolloutRequest(replace(PROBLEM, extra={"how": how, "folder": str(tmp_path)}), 4, 3)
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    if how == "interrupted":
+        engine = SimpleNamespace(config=SimpleNamespace(max_turns=4, max_prompt_tokens=200), seed=0, run=interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collect_episodes(engine, None, chat, EpisodeSource(Instant(), episodes), [request], RunOptions(2))
+    else:
+        play = Play(chat, episodes, samples=3, problem=request.problem)
+    if how == "opened again":
+        play = Play(chat, episodes, samples=3, problem=request.problem)
+    if how == "hangs":
+        play.rows.turn_ended(0, turn(chat, "hm"))
+    if how == "terminated":
+        holder.workers[0].process.terminate() if isinstance(host, HostProcesses) else holder.close()
+    wait_until(lambda: len(list(tmp_path.iterdir())) == held)
+    assert len(list(tmp_path.iterdir())) == held
+    episodes.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_episode_that_was_dropped_no_longer_counts_for_its_process():
+    class Worker:
+        lost, calls = False, []
+
+        def call(self, key, operation, arguments):
+            self.calls.append((host.workers.index(self), key, operation))
+            return Future()
+
+    host = make_host(HostProcesses(2), None, process=lambda settings: Worker())
+    for operation, keys in (("open", "abc"), ("drop", "ac"), ("open", "de"), ("open", "b")):
+        for key in keys:
+            host.call(key, operation)
+    opened = [(worker, key) for worker, key, operation in Worker.calls if operation == "open"]
+    assert opened == [(0, "a"), (1, "b"), (0, "c"), (0, "d"), (0, "e"), (1, "b")]
+
+
+def test_the_executor_is_not_waited_for_while_an_environment_may_answer(chat, worlds):
+    class Silent(Instant):
+        def poll(self, timeout_s=0.0, ids=None):
+            waits.append(timeout_s)
+            return []
+
+    waits = []
+    play = Play(chat, worlds("Echo"), samples=2, executor=Silent())
+    play.rows.turn_ended(0, turn(chat, CALL + CALL))
+    play.rows.poll(1.0)
+    play.rows.turn_ended(1, turn(chat, "hm"))
+    play.rows.poll(1.0)
+    assert waits == [1.0, BOTH_S]
 
 
 def test_pay_by_turn_and_at_the_end_reaches_the_verdict(chat, worlds):
@@ -257,6 +330,14 @@ def test_every_fault_is_typed_and_retried_where_it_may_pass(chat, worlds, how, t
     assert how != "step hangs" or trajectory.fault == "step: took longer than 0.3 s"
     if how not in ("reset", "reset type"):
         assert MADE.ATTEMPTS.count("close") == attempts.get("reset", 1), "an environment is closed whatever happened"
+
+
+def test_two_requests_for_one_rollout_are_refused_before_an_environment_is_made(chat):
+    with opened("Closing") as episodes:
+        sampler = Sampler.of(SimpleNamespace(), chat, Instant(), episodes)
+        same = [RolloutRequest(PROBLEM, 0, 3), RolloutRequest(PROBLEM, 1, 3), RolloutRequest(PROBLEM, 0, 2, 2)]
+        with pytest.raises(ValueError, match="requests 0 and 2 both ask for step 7, place 0, sample 2; give each"):
+            sampler.roll_out(same, RunOptions(7), "weights")
 
 
 def test_a_reward_of_none_is_no_fault(chat, worlds):

@@ -1,6 +1,7 @@
 """Failures of a user's environment in words: where, why, once with a traceback; and which of them the policy caused."""
 
 import ast
+import asyncio
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from grpo_roc_jax.environments import connection
 from grpo_roc_jax.environments.config import HostProcesses, HostThreads
 from grpo_roc_jax.environments.failure import failure_of, may_blame_policy
 from grpo_roc_jax.reward.config import EnvironmentReward, FormatReward, RewardConfig, TruncatedScored
@@ -159,3 +161,19 @@ def test_an_exhausted_iterator_is_no_late_call(chat, name):
         play = Play(chat, episodes, how=f"{name} exhausted")
         play.say("42")
         assert play.end("eos")[0].fault.startswith(f"{name}: NoItem: StopIteration")
+
+
+async def raises_time_out() -> None:
+    raise TimeoutError("of the server")
+
+
+async def never_answers() -> None:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"), [(raises_time_out, "TimeoutError: of the server"), (never_answers, "no answer within 0.05 s")]
+)
+def test_only_a_late_connection_is_called_late(ask, message):
+    with pytest.raises(ConnectionError, match=message):
+        connection.outcome(ask, 0.05)

@@ -6,8 +6,10 @@ from queue import SimpleQueue
 import pytest
 
 from grpo_roc_jax.environments.config import HostProcesses, HostThreads
+from grpo_roc_jax.environments.episode import THREADS
 from grpo_roc_jax.environments.threads import IdleThreads
-from tests.environments.test_episodes import MADE, Play, opened
+from tests.environments.test_episodes import MADE, PROBLEM, Play, opened
+from tests.helpers.arena import wait_until
 from tests.helpers.servers import two_call_chat
 
 COUNT = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
@@ -38,6 +40,19 @@ def test_a_released_thread_is_leased_again_and_a_hanging_one_is_not():
     leased, other = threads.lease(), threads.lease()
     assert number(leased) != number(other)
     release.set()
+
+
+def test_resets_that_fail_keep_no_thread():
+    def in_use() -> int:
+        return sum(thread.name == "environment" for thread in threading.enumerate()) - THREADS.idle
+
+    before = in_use()
+    with opened("Closing", retries=0) as episodes:
+        for step in range(3):
+            answers = episodes.open([(f"{step}/{i}", PROBLEM, 0) for i in range(8)])
+            assert all(answer.failure for answer in answers.values())
+            wait_until(lambda: in_use() <= before)
+            assert in_use() <= before
 
 
 @pytest.mark.parametrize("host", [HostThreads(), HostProcesses(2)], ids=["threads", "processes"])

@@ -227,8 +227,12 @@ def test_what_gemmas_files_leave_out(tmp_path):
     assert not any(whole.layer_windows)  # llama.cpp's converter says no width of a model without windows
     largest = replace(LAYOUTS["gemma3"], layers=62, d_model=24)
     assert with_metadata(tmp_path, largest).extras.query_scale == 6  # d_model / heads
-    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping = 30"):
-        with_metadata(tmp_path, LAYOUTS["gemma3"], more={"gemma3.final_logit_softcapping": 30.0})
+    for key, value in (("final_logit_softcapping", 30.0), ("attention.sliding_window_pattern", "2")):
+        with pytest.raises(UnsupportedModelError, match=f"{key} = '?{value}"):
+            with_metadata(tmp_path, LAYOUTS["gemma3"], more={f"gemma3.{key}": value})
+    for layers in (3.0, 2**32 - 1):
+        with pytest.raises(ValueError, match=f"num_hidden_layers = {layers}; must be a whole number from 0 to 10000"):
+            with_metadata(tmp_path, LAYOUTS["gemma3"], more={"gemma3.block_count": layers})
 
 
 def test_a_setting_that_is_not_known_is_refused_by_name(tmp_path):
@@ -240,6 +244,7 @@ def test_a_setting_that_is_not_known_is_refused_by_name(tmp_path):
     for more, message in (
         ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, r"llama\.rope\.dimension_count = 4"),
         ({"llama.expert_count": 8}, r"llama\.expert_count = 8"),
+        ({"llama.attention.head_count": 0, "llama.rope.dimension_count": None}, "heads = 0: must be at least 1"),
         ({"llama.attention.sliding_window": 8}, r"llama\.attention\.sliding_window = 8"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
@@ -285,7 +290,10 @@ def test_other_architectures_and_kinds_of_file_are_refused_by_name(tmp_path):
         ({"llama.attention.causal": False}, r"llama\.attention\.causal = False; .*both directions"),
         ({"split.count": 3}, "one of 3 parts; join them"),
         ({"llama.block_count": None}, r"lacks llama\.block_count"),
+        ({"split.count": "3"}, "one of 3 parts; join them"),
         ({"llama.attention.head_count": [4, 4, 2]}, r"head_count = \[4, 4, 2\]; must be one number"),
+        ({"llama.embedding_length": "16"}, r"embedding_length = '16'; must be one number"),
+        ({"llama.rope.scaling.factor": [2.0]}, r"rope\.scaling\.factor = \[2\.0\]; must be one number"),
     ):
         file, _ = make_pair(tmp_path, PLAIN_LLAMA, more=more)
         with pytest.raises(GgufError, match=message):

@@ -1,15 +1,17 @@
 """Tokenizers of GGUF files: the ids of transformers' reading of the same file, and of the library that trained it."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import sentencepiece
 
 from grpo_roc_jax.commands.export import text_files
-from grpo_roc_jax.gguf_files.header import GgufError
-from grpo_roc_jax.gguf_files.vocabulary import PRE_TOKENIZERS
+from grpo_roc_jax.gguf_files.header import GgufError, read_header
+from grpo_roc_jax.gguf_files.vocabulary import PRE_TOKENIZERS, tokenizer_files
 from grpo_roc_jax.model.convert import find_model
 from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.templates import load_template
@@ -136,6 +138,30 @@ def test_files_without_a_known_vocabulary_have_no_tokenizer(tmp_path):
         load_tokenizer(TextConfig(tokenizer=str(file)))
     with pytest.raises(GgufError, match=r"the tokenizer 'bert' is not supported; known are gpt2, llama, t5"):
         find_model(write(tmp_path, Vocabulary("bert", ["a"] * 96, [NORMAL] * 96)))
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "kind"),
+    [
+        ("ggml.model", (["gpt2"], 1), "a text"),
+        ("ggml.pre", (["qwen2"], 2), "a text"),
+        ("ggml.tokens", (3, "x", [0], [["a"]]), "a list of texts"),
+        ("ggml.token_type", (3, "x", ["1"], [1.0], [True]), "a list of whole numbers"),
+        ("ggml.scores", (0.5, ["x"]), "a list of numbers"),
+        ("ggml.merges", (3, [1, 2]), "a list of texts"),
+        *((f"ggml.{key}_token_id", (1.0, "1", [1], True), "a whole number") for key in ("bos", "eot", "padding")),
+        ("ggml.add_bos_token", ("true", [True]), "true or false"),
+        ("chat_template", (1, ["{{ 1 }}"]), "a text"),
+        ("chat_templates", (1, "tool_use"), "a list of texts"),
+        ("chat_template.tool_use", (1,), "a text"),
+    ],
+)
+def test_metadata_of_another_type_are_refused_by_name(tmp_path, key, values, kind):
+    header = read_header(Path(write(tmp_path, byte_level())))
+    for value in values:
+        other = replace(header, metadata=header.metadata | {f"tokenizer.{key}": value})
+        with pytest.raises(GgufError, match=re.escape(f"model.gguf: tokenizer.{key} = {value!r}; must be {kind}")):
+            tokenizer_files(other)
 
 
 def test_an_unknown_pre_tokenizer_is_said(tmp_path, caplog):

@@ -388,7 +388,8 @@ attempt(lambda: fcntl.fcntl(os.open("@CANARY@", os.O_RDONLY), fcntl.F_SETLEASE, 
 attempt(lambda: open(os.path.dirname("@CANARY@") + "/new", "w").write("x"))
 attempt(lambda: open("/tmp/grpo-attack-left", "w").write("x"))
 attempt(lambda: open("/var/tmp/grpo-attack-left", "w").write("x"))
-attempt(lambda: open("/dev/shm/grpo-attack-left", "w").write("x" * 1000))
+shared = lambda: open("/dev/shm/grpo-attack-left", "w").write("x" * 1000)
+shared() if os.path.islink("/dev/shm") else attempt(shared)  # a link to its own directory
 attempt(lambda: open(library, "w").write("x = 1") and os.unlink(library))
 attempt(lambda: open("/sys/fs/cgroup/memory/grpo-attack", "w").write("x"))
 attempt(lambda: open("/proc/sys/kernel/core_pattern", "r+"))

@@ -39,6 +39,7 @@ class FakeEngine:
         self.rng, self.version = np.random.default_rng(seed), 0
         self.rows: dict[int, list] = {}
         self.tickets, self.ended, self.released = itertools.count(), [], 0
+        self.finished = []
         self.submitted: list[RolloutRequest] = []
 
     def submit(self, sampler, requests):
@@ -51,7 +52,16 @@ class FakeEngine:
         self.submitted += rows
         return tickets
 
+    def evaluate(self):
+        """Some rows end during a batch; the next call of `advance` returns them alone."""
+        ends = [ticket for ticket in self.rows if self.rng.random() < 0.2]
+        self.finished += [(ticket, self.trajectory(ticket, "answer")) for ticket in ends]
+        self.rows = {ticket: row for ticket, row in self.rows.items() if ticket not in ends}
+
     def advance(self, timeout_s=np.inf):
+        if self.finished:
+            out, self.finished = self.finished, []
+            return out
         for _, versions in self.rows.values():
             versions.append(self.version)
         ends = [ticket for ticket in self.rows if self.rng.random() < 0.2]
@@ -76,11 +86,12 @@ class FakeEngine:
         )
 
     def cut(self, ticket):
-        return self.trajectory(ticket, "cancelled")
+        return dict(self.finished).get(ticket) or self.trajectory(ticket, "cancelled")
 
     def cancel(self, ticket):
-        self.ended.append((ticket, self.trajectory(ticket, "cancelled")))
-        del self.rows[ticket]
+        if ticket in self.rows:
+            self.ended.append((ticket, self.trajectory(ticket, "cancelled")))
+            del self.rows[ticket]
 
     def take_stats(self):
         return RolloutStats()
@@ -147,11 +158,14 @@ def opened(config, seed, processes=None):
     return stream, fresh_run(config), engine
 
 
-def play(stream, run, engine, steps, rng, *, again=0.0):
-    """Steps with work in their updates, some with a second round: (step and samples of each round, rows dropped)."""
+def play(stream, run, engine, steps, rng, *, again=0.0, evaluates=False):
+    """Steps with work in their updates, some with a second round: (step and samples of each round, rows dropped).
+    `evaluates`: each step begins with an evaluation."""
     rounds, dropped = [], 0
     for _ in range(steps):
         engine.version = run.step
+        if evaluates:
+            engine.evaluate()
         for _ in range(1 + int(rng.random() < again)):
             rounds.append((run.step, stream.next_round(run, run.step)))
         for _ in range(rng.integers(4)):

@@ -95,7 +95,7 @@ def test_fields_that_only_some_rows_have():
     plain, full = reference.random_rows([3, 4], 50)
     routes = np.arange(24).reshape(4, 3, 2)
     full = dataclasses.replace(full, marked=np.ones(4, bool), entropy_coefficient=0.5, routes=routes)
-    full = dataclasses.replace(full, temperature=0.5, parts=(3, 1), ratio_segments=np.zeros(4, np.int32))
+    full = dataclasses.replace(full, temperature=0.5, parts=(3, 1), ratio_segments=[0] * 4, weights=[0] * 4)
     batch, _ = pack([plain, full], BatchConfig(row_length=8, rows=1), 1, 1, temperature=0.75)
     for name, expected in {
         "marked": [True] * 4 + [False] * 4,
@@ -126,9 +126,10 @@ def test_refusals_name_the_numbers():
         (lambda: pack(reference.random_rows([3, 17], 50), CONFIG, 1), r"17 tokens but batch.row_length = 16"),
         (lambda: pack(reference.random_rows([16] * 3, 50), CONFIG, 1), r"2 micro-batches of 2, but 1 are allocated"),
         (lambda: worst_case_micro_batches(4, 20, CONFIG), r"may have 20 tokens but batch.row_length = 16"),
+        (lambda: worst_case_micro_batches(4, 0, CONFIG), "longest = 0; must be a whole number of at least 1"),
         (lambda: BatchConfig(rows=-1), r"rows\n.*greater than or equal to 0"),
         (lambda: dataclasses.replace(row, weights=row.weights[:3]), "arrays of one length"),
-        (lambda: dataclasses.replace(row, ratio_segments=np.array([0, 1, 2, 4], np.int32)), r"span 0\.\.4"),
+        (lambda: dataclasses.replace(row, ratio_segments=np.array([0, 1, 2, 4], np.int32)), r"spans 0\.\.4"),
         (lambda: TrainRow(*[np.zeros(0)] * 7), "no tokens"),
     ]:
         with pytest.raises(ValueError, match=message):

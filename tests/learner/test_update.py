@@ -10,6 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from grpo_roc_jax.checks import check_params
+from grpo_roc_jax.engine.publish import unstack
+from grpo_roc_jax.learner.learner import Learner
 from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, policy_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
@@ -28,6 +31,8 @@ from grpo_roc_jax.learner.update_parts import make_update_parts
 from grpo_roc_jax.method.divergence import K3
 from grpo_roc_jax.method.surrogate import Clip, NegativeLogLikelihood, Surrogate
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SomeExtras
+from grpo_roc_jax.model.lora import LowRank, attach, init_adapter
+from grpo_roc_jax.model.low_precision import quantized_layer
 from grpo_roc_jax.model.sharding import (
     ShardingConfig,
     make_mesh,
@@ -307,16 +312,58 @@ def test_initial_state_is_equal_on_every_mesh():
     assert wq.addressable_shards[0].data.size == wq.size // 4
 
 
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: learner_of(vocab_size=48), r"embed is \(40, 16\) in params and \(48, 16\) in the model"),
+        (lambda: learner_of(layers=3), r"layers/attn_norm is \(2, 16\) in params and \(3, 16\) in the model"),
+        (lambda: learner_of(heads=4, kv_heads=4, head_dim=8), r"layers/w\w is \(2, 16, 8, 4\) in params and"),
+        (lambda: learner_of(tie_embeddings=not MODEL.tie_embeddings), "unembed is .*absent"),
+        (lambda: Learner(MODEL, params=params_of(), base=params_of(), lora=LORA), "lora_a is absent in params"),
+        (lambda: start_train_state(None, MODEL, OPTIM, mesh_of()), "params is None .*; must be the parameters"),
+        (lambda: Learner(MODEL, "clip"), r"surrogate is 'clip' \(str\); must be a Surrogate, such as Clip\(\)"),
+        (lambda: Learner(MODEL, Clip), r"surrogate is the class Clip; must be a Surrogate, such as Clip\(\)"),
+        (lambda: Learner(params_of(), MODEL), "model is of type dict; must be a ModelConfig"),
+        (lambda: learner_of().update(reference.random_rows([3], 40)[0]), "rows is of type TrainRow; must be a list"),
+        (lambda: learner_of().score(reference.random_rows([3], 40)[0]), "rows is of type TrainRow; must be a list"),
+    ],
+)
+def test_what_belongs_to_another_model_is_refused_and_so_are_other_types(refused, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        refused()
+
+
+LORA = LowRank(rank=2)
+
+
+def learner_of(**changes):
+    return Learner(dataclasses.replace(MODEL, **changes), mesh=mesh_of(), params=params_of())
+
+
+@pytest.mark.parametrize("model", [MODEL, dataclasses.replace(MODEL, **UNUSUAL), dataclasses.replace(MODEL, **EXPERTS)])
+def test_parameters_fit_their_model_in_every_layout(model):
+    """Layers stacked or a tuple, with pairs beside their matrices, matrices in fewer bits."""
+    stacked, lora = params_of(model), LowRank(rank=2, targets=("q_proj", "o_proj"))
+    split, pairs = unstack(stacked, model), init_adapter(jax.random.key(0), lora, model)
+    fewer = [split | {"layers": tuple(quantized_layer(layer, bits) for layer in split["layers"])} for bits in (8, 4)]
+    for params in (stacked, split, *fewer):
+        check_params(params, stacked)
+        check_params(attach(params, pairs, lora), stacked)
+    with pytest.raises(ValueError, match=r"is \(1, .*\) in params and \(2, "):
+        check_params(split | {"layers": split["layers"][:1]}, stacked)
+
+
 @pytest.mark.parametrize("field", ["logprobs_old", "advantages", "weights", ""])
 def test_a_nan_leaves_the_state_bit_identical_and_the_run_goes_on(rows, field):
     """So does a batch without trajectories: with a zero gradient AdamW would still apply moments and decay."""
     state, step = state_on(), step_of()
     state, _ = step(state, batch_on(ONE, rows)[0])
-    before, poisoned = copy(state), []
+    before = copy(state)
+    batch, _ = batch_on(ONE, rows if field else [])
     if field:
-        poison = np.where(np.arange(16) == np.flatnonzero(rows[3].policy_mask)[0], np.nan, getattr(rows[3], field))
-        poisoned = [*rows[:3], dataclasses.replace(rows[3], **{field: poison.astype(np.float32)}), *rows[4:]]
-    state, metrics = step(state, batch_on(ONE, poisoned)[0])
+        first = tuple(np.argwhere(np.asarray(batch.policy_mask))[0])
+        batch = batch.replace(**{field: getattr(batch, field).at[first].set(np.nan)})
+    state, metrics = step(state, batch)
     assert float(metrics["update/skipped"]) == 1
     assert np.isfinite(metrics["loss/value"]) == np.isfinite([*metrics.values()]).all() == (not field)
     jax.tree.map(np.testing.assert_array_equal, before, copy(state))

@@ -1,5 +1,6 @@
 """From groups to training rows: the whole host side, held to the formulas and to the loss that reads it."""
 
+import re
 import sys
 import types
 
@@ -9,9 +10,11 @@ import pytest
 
 from grpo_roc_jax.method.compose import (
     Scores,
+    initial_state,
     next_state,
     resample_group,
     scoring_rows,
+    subset,
     supervised_rows,
     train_rows,
 )
@@ -68,16 +71,59 @@ def test_groups_may_come_from_a_generator():
     np.testing.assert_array_equal(after.table.values, expected.table.values)
 
 
-def test_a_seed_is_no_generator():
-    with pytest.raises(TypeError, match=r"rng is 0 \(int\); must be a generator: np.random.default_rng\(0\)"):
-        resample_group(batch()[0], method(), 0)
+GROUP, METHOD, STATE, RNG = batch()[0], method(), AlgoState(), np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: resample_group(GROUP, METHOD, 0), r"rng is 0 \(int\); must be a generator: np.random.default_rng"),
+        (lambda: resample_group([GROUP], METHOD, RNG), "group is of type list; must be a Group"),
+        (lambda: resample_group(GROUP, METHOD.resample, RNG), "without group, resample; must be a configuration"),
+        (lambda: initial_state(METHOD.method), "of type MethodConfig without plan, .*; must be a configuration"),
+        (lambda: subset(GROUP, [0, 1]), "selection is of type list; must be what resample"),
+        (lambda: scoring_rows(GROUP), r"groups is of type Group; must be a list of Groups, such as \[group\]"),
+        (lambda: train_rows(GROUP, METHOD, STATE), "groups is of type Group; must be a list"),
+        (lambda: train_rows([GROUP, None], METHOD, STATE), "groups has None .*; must be a list"),
+        (lambda: train_rows([GROUP], METHOD.surrogate, STATE), "of type Clip without plan"),
+        (lambda: train_rows([GROUP], METHOD, None), r"state is None .*; must be an AlgoState: initial_state\(config\)"),
+        (lambda: train_rows([GROUP], METHOD, STATE, scores=[]), "scores is of type list; must be Scores"),
+        (lambda: next_state([GROUP], GROUP, METHOD, STATE), "groups is of type Group; must be a list"),
+        (lambda: next_state([GROUP], METHOD, [GROUP], STATE), "without plan"),
+        (lambda: next_state([GROUP], [GROUP], METHOD, STATE.table), "must be an AlgoState"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(refused, message):
+    with pytest.raises(TypeError, match=message):
+        refused()
+
+
+@pytest.mark.parametrize("sections", [{"weights": {"normalizer": "constant"}}, {"surrogate": "kl_cov"}, {}])
+def test_groups_without_trajectories_have_no_rows(sections):
+    groups = [make_group([]), make_group([], uid="q")]
+    assert train_rows(groups, method(**sections), STATE, rng=RNG, scores=Scores([], [])) == []
+
+
+def test_the_message_on_a_missing_pass_says_how_to_make_it():
+    config = method(surrogate={"old_logprobs": "scored"})
+    with pytest.raises(ValueError, match=re.escape("pass scores=Scores(*learner.score(scoring_rows(groups)))")):
+        train_rows([GROUP], config, STATE)
+
+    def score(rows):
+        return [row.logprobs_old - 1 for row in rows], [np.zeros(row.length) for row in rows]
+
+    rows = train_rows([GROUP], config, STATE, scores=Scores(*score(scoring_rows([GROUP]))))
+    np.testing.assert_array_equal(rows[0].logprobs_old, GROUP.trajectories[0].logprobs - 1)
+    for name in ("logprobs", "entropies", "reference", "first"):
+        with pytest.raises(ValueError, match=rf"scores.{name} of trajectory 1 is of shape \(2,\); must be \(4,\)"):
+            train_rows([GROUP], METHOD, STATE, scores=Scores(**{name: [np.zeros(n) for n in (7, 2, 8, 3)]}))
 
 
 def test_grpo_loss_by_hand():
-    """Fixture F of the family's specification: one success, one failure, three and two tokens."""
+    """Fixture F of the family's specification: one success, one failure, three and two tokens after one of a prompt."""
     old = [[-1, -2, -1], [-1, -1]]
-    group = make_group([1, 0], lengths=[3, 2], prompt=[0, 0], logprobs=old)
-    now = [jnp.array([-0.7, -2.1, -1]), jnp.array([-1.2, -0.5])]
+    group = make_group([1, 0], lengths=[3, 2], prompt=[1, 1], logprobs=old)
+    now = [jnp.array([0, -0.7, -2.1, -1]), jnp.array([0, -1.2, -0.5])]
     # A z-score of (1, 0) is +-0.707106; without a scale +-0.5; so multiply back to the fixture's +-1.
     for surrogate, normalizer, expected in [
         ({"clip_high": 0.2}, "sequence_mean", 0.099390),

@@ -35,9 +35,9 @@ def drawn_group(rng, uid):
     )
 
 
-def composed(groups, now, rng):
+def composed(groups, now, rng, keep):
     """The loss through selection, rows, packing and `batch_loss`; `now[p][n]` are its log-probabilities."""
-    config = method(KEEP)
+    config = method(keep)
     selections = [resample_group(group, config, rng) for group in groups]
     selected = [subset(group, chosen) for group, chosen in zip(groups, selections, strict=True) if chosen.kept]
     rows = train_rows(selected, config, AlgoState())
@@ -49,7 +49,7 @@ def composed(groups, now, rng):
     return sum(batch_loss(jnp.asarray(part.logprobs_ref), zeros, part, config.surrogate)[0] for part in parts)
 
 
-def on_one_page(groups, now, rng):
+def on_one_page(groups, now, rng, keep):
     names = {"calls": "tool_calls", "errors": "tool_errors", "answers": "answers", "turns": "turns"}
     rollouts = [
         {name: np.array([getattr(v, field) for v in group.verdicts]) for name, field in names.items()}
@@ -63,17 +63,18 @@ def on_one_page(groups, now, rng):
         return np.stack([[np.pad(array, (0, width - len(array))) for array in group] for group in field])
 
     logprobs, old, mask = map(padded, (now, old, mask))
-    return grpo_roc_loss(jnp.asarray(logprobs), jnp.asarray(old), mask, rollouts, rng, keep=KEEP)
+    return grpo_roc_loss(jnp.asarray(logprobs), jnp.asarray(old), mask, rollouts, rng, keep=keep)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_composed_loss_is_that_of_the_page(seed):
-    """At log-probabilities at random, so that the gradients are the same too; ratios leave the clip on both sides."""
+@pytest.mark.parametrize(("seed", "keep"), [*((seed, KEEP) for seed in range(12)), (12, 1), (13, 3), (14, SAMPLED)])
+def test_the_composed_loss_is_that_of_the_page(seed, keep):
+    """At log-probabilities at random, so that the gradients are the same too; ratios leave the clip on both sides. Of
+    one trajectory no deviation is known, and its advantage is 0."""
     rng = np.random.default_rng(seed)
     groups = [drawn_group(rng, f"p{i}") for i in range(5)]
     now = [[t.logprobs + rng.normal(0, 0.4, t.length).astype(np.float32) for t in g.trajectories] for g in groups]
-    expected = on_one_page(groups, now, np.random.default_rng(99))
-    np.testing.assert_allclose(composed(groups, now, np.random.default_rng(99)), expected, rtol=1e-5, atol=1e-6)
+    expected = on_one_page(groups, now, np.random.default_rng(99), keep)
+    np.testing.assert_allclose(composed(groups, now, np.random.default_rng(99), keep), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_by_hand():
@@ -84,5 +85,16 @@ def test_by_hand():
     now = old.copy()
     now[0, 0] = np.log(2)
     a = 0.5 / np.sqrt(1 / 3)
-    loss = grpo_roc_loss(jnp.asarray(now), old, np.ones((1, 4, 1), bool), [rollout], np.random.default_rng(0), keep=4)
+    arrays, rng = (jnp.asarray(now), old, np.ones((1, 4, 1), bool)), np.random.default_rng(0)
+    loss = grpo_roc_loss(*arrays, [rollout], rng, keep=4)
     np.testing.assert_allclose(loss, -(1.28 * a + a - a - a) / 4, rtol=1e-4)
+    as_lists = {name: values.tolist() for name, values in rollout.items()}
+    assert grpo_roc_loss(*arrays, [as_lists], rng, keep=4) == loss
+    for wrong, message in (
+        ((*arrays, [rollout], 0), "rng is 0 .*; must be a generator"),
+        ((*arrays, [rollout] * 2, rng), r"rollouts is of shape \(2,\); must be \(1,\)"),
+        ((*arrays, [rollout | {"calls": np.ones(3)}], rng), r"calls is of shape \(3,\); must be \(4,\)"),
+        ((*arrays[:2], arrays[2][0], [rollout], rng), r"policy_mask is of shape \(4, 1\); must be \(1, 4, 1\)"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            grpo_roc_loss(*wrong, keep=4)

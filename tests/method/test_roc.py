@@ -163,9 +163,21 @@ def test_lists_and_0_and_1_are_read_like_arrays_of_bool(form):
     close(z_score(form(errors)), z_score(errors))
 
 
-def test_selection_refuses_rewards_in_the_place_of_successes():
-    with pytest.raises(ValueError, match=r"correct has 0\.5; must be True or False, or 1 and 0"):
-        select_roc([1, 0.5, 0, 1], np.zeros(4), 2, ResampleOnCorrect(), rng())
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"correct": [1, 0.5, 0, 1]}, r"correct has 0\.5; must be True or False, or 1 and 0"),
+        ({"penalties": np.zeros(13)}, r"penalties is of shape \(13,\); must be \(4,\)"),
+        ({"penalties": np.zeros(3)}, r"penalties is of shape \(3,\); must be \(4,\)"),
+        ({"correct": [[1, 0], [0, 1]]}, r"correct is of shape \(2, 2\); must be \(4,\)"),
+        ({"config": ResampleOnCorrect}, r"config is the class ResampleOnCorrect; must be .* ResampleOnCorrect\(\)"),
+        ({"rng": 0}, r"rng is 0 \(int\); must be a generator: np.random.default_rng"),
+    ],
+)
+def test_selection_refuses_other_sizes_and_types(changed, message):
+    given = {"correct": [1, 1, 0, 1], "penalties": np.zeros(4), "keep": 2, "config": ResampleOnCorrect(), "rng": rng()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        select_roc(**given | changed)
 
 
 def test_selection_by_hand():

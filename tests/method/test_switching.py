@@ -54,6 +54,14 @@ def test_a_stage_ends_after_its_steps_or_once_all_its_conditions_hold():
     assert progress.observed(SHORT, {"eval/all/avg@1": float("nan")}) == progress
 
 
+def test_conditions_of_another_number_begin_anew():
+    """A run with `--force` may give its stage more or fewer of them than its checkpoint has values for."""
+    for values in ((), ((0.9, 0.9),), ((0.9, 0.9), (0.5,), (1.0,))):
+        progress = StageProgress(0, began=10, values=values)
+        assert [progress.following(STAGES, step) for step in (12, 14)] == [0, 1]
+        assert progress.observed(SHORT, series(0.5)[0]).values == ((0.5,), ())
+
+
 def test_the_first_stage_comes_before_any_progress_and_none_after_the_last():
     assert StageProgress().following(STAGES, 0) == 0
     assert [StageProgress(1, began=4).following(STAGES, step) for step in (5, 6)] == [1, 2]

@@ -289,6 +289,7 @@ PUBLISHED = {name: write_config(model) for name, model in MODELS.items()}
 QWEN3 = PUBLISHED["qwen3"]
 WINDOWED = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+STATED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,17 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
         ("qwen3", {"some_new_trick": 2}, "some_new_trick = 2"),
         ("qwen3", {"un_sloth": 1}, "un_sloth = 1"),
         ("qwen3", {"pruned_heads": {"0": [1]}}, "not supported: pruned_heads = {"),
-        ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, r"rescaling 'dynamic' with \['factor'\]"),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rescaling 'dynamic' is not supported; known",
+        ),
+        (
+            "qwen3",
+            {"rope_scaling": STATED | {"attn_factor": 0.5}},
+            r"'yarn' with attn_factor = 0\.5 is .* as rope_scaling\.at",
+        ),
+        ("qwen3", {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, r"'default' with factor = 2\.0 is not"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks original_max_position"),
         ("qwen3", {"partial_rotary_factor": 0.5}, r"not supported: partial_rotary_factor = 0\.5"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' lacks high_freq_factor"),
@@ -320,6 +331,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
         ("llama", {"layer_types": [SLIDING] * 3}, "layer_types"),
         ("mistral", WINDOWED | {"layer_types": [FULL, SLIDING, SLIDING]}, "all layers of this family have"),
         ("qwen3_moe", WINDOWED | {"layer_types": [FULL, SLIDING, SLIDING]}, "all layers of this family have"),
+        ("gemma2", {"hidden_activation": None}, "Gemma2ForCausalLM lacks hidden_activation"),
+        ("gemma4_text", {"hidden_activation": ""}, "hidden_activation = '' is not supported"),
         ("gpt_oss", {"rope_parameters": None, "rope_scaling": None}, "no rope_parameters, for which transformers"),
         ("gemma4_text", {"vocab_size_per_layer_input": 39}, "= 39 is not supported, must be vocab_size = 96"),
         (
@@ -345,6 +358,17 @@ def test_unknown_values_are_refused_by_name(name, change, message):
         ("qwen3_moe", WINDOWED, {"layer_windows": (8,) * 3}),
         ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}, {"layer_windows": (8, 0, 8)}),
         (
+            "qwen3",
+            {"rope_scaling": STATED | {"finetuned": True, "attn_factor": 1.0, "beta_fast": None, "new": None}},
+            {"rope_scaling": YarnRopeScaling(4.0, 64)},
+        ),
+        ("qwen3", {"rope_scaling": {"type": "default", "factor": 1.0}}, {"rope_scaling": NoRopeScaling()}),
+        (
+            "qwen3",
+            {"rope_parameters": STATED | {"rope_theta": 1e4, "finetuned": True}, "rope_scaling": STATED},
+            {"rope_theta": 1e4},
+        ),
+        (
             "smollm3",
             {"num_hidden_layers": 9, "no_rope_layers": None},
             {"layer_rotary": (True, True, True, False) * 2 + (True,)},
@@ -356,6 +380,25 @@ def test_what_a_key_or_its_absence_means(name, change, expected):
     values = PUBLISHED[name] | change
     model = read_config({key: value for key, value in values.items() if key not in change or value is not None})
     assert {name: getattr(model, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_a_parameter_of_a_rescaling_is_ignored_by_name(place):
+    published = QWEN3 | {place: STATED | {"rope_theta": 1e4, "attn_factor": 0.5}}
+    assert read_config(published, [f"{place}.attn_factor"]).rope_scaling == YarnRopeScaling(4.0, 64)
+    with pytest.raises(UnsupportedModelError, match=f"as {place}.attn_factor"):
+        read_config(published, [f"{place}.factor", place])
+
+
+@pytest.mark.parametrize("key", ["is_causal", "causal"])
+def test_a_model_that_is_not_causal_is_refused_in_every_family(key):
+    """False is not neutral here: the default is true."""
+    for published in PUBLISHED.values():
+        assert read_config(published | {key: True}) == read_config(published)
+        whole = {"vision_config": {"x": 1}, "text_config": published | {key: False}}
+        for other in (whole, published | {key: False}, published | {key: None}):
+            with pytest.raises(UnsupportedModelError, match=f"{key} = (False|None); .* in both directions"):
+                read_config(other)
 
 
 def test_rotary_positions_are_written_for_both_kinds_of_layers_and_read_from_older_and_newer_keys():

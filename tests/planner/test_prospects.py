@@ -183,6 +183,9 @@ def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, 
         config = read_config("toy.yaml", f"--data.trace_sources={file}")
         lines = hindrances(config, parts_of_a_run(config)[0])
         assert any("demonstrations call weather, but the run has" in line for line in lines) == against, lines
+    talk[1]["tool_calls"], talk[2:3] = [call] * 2, talk[2:3] * 2
+    file.write_text(json.dumps({"messages": talk}) + "\n")  # counted where it is read, if no row can have it
+    assert hindrances(config, parts_of_a_run(config)[0])
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.sample import merge_stats
+from grpo_roc_jax.settings.layers import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
@@ -286,16 +287,38 @@ def test_when_processes_join():
     assert ClusterProcesses().joins({})
 
 
+WHOLE = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
 def test_addresses_come_whole_or_not_at_all():
     expected = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
     assert addresses(AddressedProcesses(coordinator="a:1", processes=2, process=1), {}) == expected
-    environ = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    assert addresses(FoundProcesses(), environ) == expected
+    assert addresses(FoundProcesses(), WHOLE) == expected
     assert addresses(FoundProcesses(), {}) == {}
-    with pytest.raises(ValueError, match="processes missing, process missing"):
-        addresses(AddressedProcesses(coordinator="a:1"), {})
-    with pytest.raises(ValueError, match="coordinator missing"):
-        addresses(AddressedProcesses(processes=2, process=0), {})
+    assert addresses(FoundProcesses(), {"JAX_NUM_PROCESSES": "", "JAX_PROCESS_ID": " "}) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "message"),
+    [
+        ({"coordinator": "a:1"}, {}, "processes missing, process missing"),
+        ({"processes": 2, "process": 0}, {}, "coordinator missing"),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "a:1"}, "processes missing, process missing"),
+        ({}, WHOLE | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES = two; must be a whole number"),
+        ({}, WHOLE | {"JAX_NUM_PROCESSES": ""}, "processes missing, process 1"),
+        ({}, WHOLE | {"JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID = x; must be a whole number"),
+        ({}, WHOLE | {"JAX_PROCESS_ID": "2"}, "processes 2, process 2"),
+        ({}, WHOLE | {"JAX_COORDINATOR_ADDRESS": "a"}, "coordinator a, processes 2"),
+        ({}, {}, "distributed address: the other processes are not found .coordinator_address should be defined"),
+    ],
+)
+def test_incomplete_addresses_are_a_mistake_of_the_configuration(settings, changed, message, monkeypatch):
+    def none_found(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", none_found)
+    with pytest.raises(ConfigError, match=message), joined(AddressedProcesses(**settings), changed):
+        pass
 
 
 def test_shares_cover_everything_once():

@@ -33,6 +33,7 @@ def test_what_is_no_span_of_steps_is_refused(words):
     assert Profile.parse("4") == Profile(4, 4)
     with pytest.raises(ConfigError, match=r"must be the first and the last step"):
         Profile.parse(words)
+    assert training.main(["toy.yaml", "--dry-run", f"--profile={words}"]) == 2
 
 
 def test_devices_have_the_figures_of_their_kind():

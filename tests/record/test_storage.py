@@ -181,7 +181,13 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys):
     for name, run_dir in (("x[1]", ""), ("n", "runs/a [1]"), ("n", "run[s/a")):  # Orbax takes it for a pattern
         with pytest.raises(ConfigError, match=r"has a '\[' in its path, where no checkpoint can be written"):
             choose_run_dir(name, run_dir, "auto")
-    for wrong in ("http://a/b", "gs://bucket", "gs://b/../c", "://x/y"):
+    for name in ("", ".", "..", "../x", "a/../.."):
+        with pytest.raises(ConfigError, match=r"must name a directory below runs"):
+            choose_run_dir(name, "", "auto")
+    for resume in ("auto", "never"):
+        with pytest.raises(ConfigError, match="null"):
+            choose_run_dir("a\0b", "", resume)
+    for wrong in ("http://a/b", "gs://bucket", "gs://b/../c", "://x/y", "gs:/b/run", "s3:b/run"):
         with pytest.raises(ConfigError, match="gs://BUCKET/RUN"):
             choose_run_dir("n", wrong, "auto")
     address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"

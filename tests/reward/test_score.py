@@ -1,5 +1,6 @@
 """Verdicts of hand-made trajectories, and the contract of custom reward functions."""
 
+import asyncio
 import ctypes
 import sys
 import threading
@@ -212,18 +213,33 @@ def broken(problem, trajectories):
     raise KeyError("answer")
 
 
+def judge_is_late(problem, trajectories):
+    raise TimeoutError("no answer of the judge")
+
+
+async def awaited_judge_is_late(problem, trajectories):
+    await asyncio.wait_for(asyncio.sleep(9), 0.01)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (broken, "mine:reward raised KeyError"),
         (lambda problem, trajectories: exit(1), "SystemExit(1)"),
         (lambda problem, trajectories: time.sleep(10), "longer than 0.05 s"),
+        (judge_is_late, "mine:reward raised TimeoutError: no answer of the judge (test_score.py, line "),
+        (awaited_judge_is_late, "mine:reward raised TimeoutError: "),
     ],
 )
 def test_exception_and_deadline_leave_the_group_unscored(function, message):
-    scored = custom(function, timeout_s=0.05 if "0.05" in message else 5.0)
+    timeout_s = 0.05 if "0.05" in message else 5.0
+    scored = custom(function, timeout_s=timeout_s)
     assert scored.groups[0].size == 0 and scored.counts == {"not_scored": 3}
     assert message in scored.faults[0]
+    config = RewardConfig(functions=(FunctionReward(path="mine:reward", timeout_s=timeout_s),))
+    with given({"mine:reward": function}):
+        (line,) = make_scorer(config).try_functions(PROBLEM, [trajectory("x")])
+    assert message in line
 
 
 def test_the_first_failure_of_a_function_is_shown_at_once(caplog):

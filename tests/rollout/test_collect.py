@@ -11,7 +11,7 @@ from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.protocol import Finish, Observe, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.engine.table import awaits_observation
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.rollout.sampler import ToolEnvironment, with_tools
+from grpo_roc_jax.rollout.sampler import ToolEnvironment, collect_while_free, with_tools
 from grpo_roc_jax.sandbox.result import INFRA_KINDS
 from grpo_roc_jax.text.chat_format import ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -155,14 +155,30 @@ def test_a_row_ended_by_the_engine_drops_its_calls(chat, text, arrived, recorded
 def test_a_resumed_row_that_waited_is_asked_again_and_loses_no_turn(chat):
     """Also where the next step ends before the row gets a slot: it still waits for the observation then."""
     executor, first = Instant(), turn(chat, CALL)
-    past = replace(BARE, tokens=np.zeros(first.start + len(first.tokens), np.int32))
-    past = replace(past, turns=(Turn(first.start, past.length, "said"),))
+    ids = np.zeros(first.start + len(first.tokens), np.int32)
+    past = Trajectory(ids, ids > 0, ids * 0.0, ids, 0, (Turn(first.start, len(ids), "said"),), "cancelled", 1)
     request = RolloutRequest(PROBLEM, 4, first_sample=1, resume=past, step=2)
     env = ToolEnvironment(chat, executor, [request], step=9, seed=0, max_turns=3)
     assert turns(env) == past.turns
     assert env.turn_ended(0, first) == Wait()
     assert [len(t.calls) for t in turns(env)] == [1]
     assert executor.submitted[0].id == "2/4/1/1/0"
+
+
+def test_a_call_that_the_executor_refuses_takes_none_of_another_row_with_it(chat):
+    class Unique(Instant):
+        def submit(self, call):
+            if call.id in [other.id for other in self.calls]:
+                raise ValueError("is in flight already")
+            super().submit(call)
+
+    executor = Unique()
+    env = ToolEnvironment(chat, executor, [RolloutRequest(PROBLEM, 4)] * 2, step=2, seed=0, max_turns=3)
+    assert env.turn_ended(0, turn(chat, CALL)) == Wait()
+    with pytest.raises(ValueError, match="in flight"):
+        env.turn_ended(1, turn(chat, CALL))
+    env.cancelled(1)
+    assert not executor.cancelled and [index for index, _ in env.poll(0.0)] == [0]
 
 
 # On an engine.
@@ -186,8 +202,9 @@ class Slow(Instant):
         return [(call.id, self.result) for call in due]
 
 
-def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy():
-    """Turns end at any of 32 ids, and two of three call a tool."""
+@pytest.fixture(scope="module")
+def calling():
+    """(engine, chat format, weights). Turns end at any of 32 ids, and two of three call a tool."""
     chat = make_chat(TextConfig(), BYTES)
     parse = chat.parse_turn
 
@@ -197,7 +214,37 @@ def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy():
 
     chat.parse_turn = call_often
     engine = make_engine(MODEL, ROLLOUT, SamplingConfig(), sorted({*chat.stop_ids, *range(32)}), seed=3)
-    sampler = engine.publish(jax.device_put(random_params(MODEL)), 0)
+    return engine, chat, engine.publish(jax.device_put(random_params(MODEL)), 0)
+
+
+@pytest.mark.parametrize("while_free", [False, True])
+def test_rollouts_that_are_interrupted_leave_no_call_and_no_session(calling, while_free):
+    """Else the next ones of the same step would get their results, and the state of their programs."""
+
+    class Silent(Instant):
+        def poll(self, timeout_s=0.0, ids=None):
+            return []
+
+    engine, chat, sampler = calling
+    executor = Silent()
+
+    def interrupt():
+        if len(executor.calls) > 2:
+            raise KeyboardInterrupt
+
+    def submit(some):
+        return engine.submit(sampler, *with_tools(engine, chat, executor, some, options))
+
+    options, requests = RunOptions(before_chunk=interrupt), [RolloutRequest(PROBLEM, 0, 8)]
+    with pytest.raises(KeyboardInterrupt):
+        if while_free:
+            collect_while_free(engine, submit, requests, lambda: None)
+        engine.run(sampler, *with_tools(engine, chat, executor, requests, options))
+    assert not executor.calls and {call.session for call in executor.submitted} <= set(executor.closed)
+
+
+def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(calling):
+    engine, chat, sampler = calling
 
     def roll_out(engine, sampler, requests, executor, step=0):
         submission = with_tools(engine, chat, executor, requests, RunOptions(step))

@@ -11,7 +11,7 @@ from unittest import mock
 import jax.numpy as jnp
 import pytest
 
-from grpo_roc_jax.config import read_config
+from grpo_roc_jax.config import EvalConfig, read_config
 from grpo_roc_jax.learner.update import CosineDecay, TrainState
 from grpo_roc_jax.method.advantage import GroupRelative, NoBaseline, NoScale, TurnCredit
 from grpo_roc_jax.method.shaping import Overlong
@@ -23,13 +23,14 @@ from grpo_roc_jax.record.metrics import JsonlWriter, read_metrics
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run import stages as run_stages
 from grpo_roc_jax.run.evaluate import read_counts
-from grpo_roc_jax.run.load import settings_for
+from grpo_roc_jax.run.load import serving_settings, settings_for
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim
 from grpo_roc_jax.run.stages import OTHER_DATA, at_stage, enter_stage, next_claim, observe, stage_over, steps_left
 from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
-from grpo_roc_jax.train import evaluate_once, evaluation_metrics, main, train
+from grpo_roc_jax.train import evaluate_once, evaluation_metrics, evaluation_setup, main, train
+from grpo_roc_jax.types import Problem
 from tests.test_train import TINY, numbers, params_hash
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
@@ -132,8 +133,9 @@ def test_the_command_line_overrides_single_settings_of_a_kind(staged, word, expe
     ],
 )
 def test_without_steps_beside_them_a_run_has_those_of_its_stages(text, words, steps, tmp_path):
-    text += "stages: [{name: a, steps: 3}, {name: b, steps: 4}]\noptim: {schedule: constant}"
-    assert read_config(file_of(tmp_path, text), *words).steps == steps
+    text += "stages: [{name: a, steps: %s}, {name: b, steps: %s}]\noptim: {schedule: constant}"
+    for written in ((3, 4), ("'3'", "4.0")):
+        assert read_config(file_of(tmp_path, text % written), *words).steps == steps
 
 
 @pytest.mark.parametrize(
@@ -272,8 +274,25 @@ def test_a_resumed_run_shows_a_stage_all_metrics_of_the_evaluation_that_was_due(
     writer.write(5, {"roc/all_correct": 1.0, "roc/groups": 2.0} | measured)
     session.run_dir = tmp_path
     session.sampling = SimpleNamespace(processes=SimpleNamespace(once=lambda work: work()))
+    session.held_out = ()
     observe(session, run, evaluation_metrics(session, run))
     assert run.progress.values == ((0.1,), (0.25,)) and evaluate_once(session, run) == 0.5
+
+
+@pytest.mark.parametrize("change", ["problems", "temperature", "nothing"])
+def test_the_record_of_an_evaluation_is_that_of_the_same_problems_and_settings(stages, tmp_path, monkeypatch, change):
+    session, run = fakes(stages, 1, StageProgress(1, 4))
+    session.run_dir, session.held_out, session.writer = tmp_path, [Problem("p", "1+1?", "2", "s")], mock.Mock()
+    session.sampling = SimpleNamespace(processes=SimpleNamespace(once=lambda work: work()))
+    name, setup = f"eval/all/avg@{session.config.eval.samples}", evaluation_setup(session)
+    JsonlWriter(tmp_path / "metrics.jsonl").write(5, {name: 0.5, "eval/setup": setup})
+    if change == "problems":
+        session.held_out = [Problem("p", "1+2?", "3", "s")]
+    if change == "temperature":
+        session.config = dataclasses.replace(session.config, eval=EvalConfig(temperature=0.0))
+    monkeypatch.setattr("grpo_roc_jax.train.evaluate", lambda *_: (0.75, {name: 0.75}))
+    assert evaluate_once(session, run) == (0.5 if change == "nothing" else 0.75)
+    assert session.writer.write.called == (change != "nothing")
 
 
 def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):
@@ -319,6 +338,10 @@ def test_a_policy_is_opened_with_the_settings_of_its_stage(stages, tmp_path):
     configs = [settings_for(name, ["--rollout.max_turns=7"], "test", dialogue=False) for name in names]
     assert [run.rollout.max_response_tokens for run in configs] == [12, 16, 12]
     assert [run.group.problems for run in configs] == [2, 3, 2] and {run.rollout.max_turns for run in configs} == {7}
+    fewer = dataclasses.replace(read_config(stages), stages=read_config(stages).stages[:1])  # resumed with `--force`
+    (tmp_path / "config.yaml").write_text(dump_yaml(fewer))
+    for read in (settings_for, serving_settings):
+        assert read(names[1], [], "test").rollout.max_response_tokens == 12
 
 
 @pytest.fixture(scope="module")

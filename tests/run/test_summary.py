@@ -92,6 +92,9 @@ def test_the_end_of_a_run_names_three_things_to_do_next(tmp_path):
     assert offered(summary | {"accuracy_after": None}) == ["view", "chat", "plot"]
     assert "train" in next_lines(run, summary | {"steps": 0})[1]
     assert "--resume auto" in next_lines(run, None)[1] and offered(None) == ["view", "chat"]
+    assert f"--run_dir '{run}' --resume auto" in next_lines(run, None, named=str(run))[1]
+    for stopped in (None, summary | {"steps": 0}):  # which a start elsewhere continues too
+        assert "--run_dir gs://bucket/run --resume auto" in next_lines(run, stopped, named="gs://bucket/run")[1]
     assert offered(None, 3) == ["view", "view"] and offered(None, 5)[0] == "view" and offered(None, 4)[1] == "plot"
     (run / "batches" / "step_00000004.npz").touch()
     assert "replay" in next_lines(run, None, 4)[3] and "step_00000004.npz" in next_lines(run, None, 4)[3]

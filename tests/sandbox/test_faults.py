@@ -245,6 +245,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path: Path, caplog: pytest.LogC
     if executor.capabilities.level == "L2":
         assert wait_until(lambda: list(mine.glob("w*/x")))
     family = descendants(executor.pid) | {executor.pid}
+    assert os.getsid(0) not in map(os.getsid, family), "Ctrl-C in the trainer's terminal would reach them"
     with caplog.at_level("WARNING"):
         executor.close()
     assert not caplog.records, "it was killed because it did not end"

@@ -51,6 +51,10 @@ def test_messages_encode_and_decode(message: m.Message, kinds: m.Kinds) -> None:
         (lambda: m.ProgramLimits(memory_mb=256.0), "memory_mb = 256.0; must be a whole number of at least 1"),
         (lambda: m.ProgramLimits(threads=True), "threads = True; must be a whole number"),
         (lambda: m.ProgramLimits(descriptors=8), "descriptors = 8; must be a whole number of at least 16"),
+        (
+            lambda: m.ProgramLimits(output_kb=4096),
+            "output_kb = 4096; must be a whole number of at least 0 and at most 2048",
+        ),
         (lambda: m.ExecutorSettings(preload="json"), "ExecutorSettings.preload = 'json'; must be a tuple of texts"),
         (lambda: m.ExecutorSettings(cpu_list=("1",)), "cpu_list = ('1',); must be a tuple of whole numbers"),
         (lambda: m.ExecutorSettings(level="L9"), "level = 'L9'; must be one of best, L0"),

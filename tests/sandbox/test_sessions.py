@@ -73,6 +73,12 @@ CELLS = {  # cell after cell, and what is seen of its result
         ("import os; os.abort()", {"rolled_back": True}),
         ("total", {"echo": "7999998000001"}),
     ],
+    "a seed holds for later cells, also after one that was ended": [
+        ("import random\nrandom.seed(1)", {}),
+        ("random.random()", {"echo": "0.13436424411240122"}),
+        ("random.random()\nwhile True: pass", {"rolled_back": True}),
+        ("random.random()", {"echo": "0.8474337369372327"}),
+    ],
     "a first cell that is ended leaves an empty session": [
         ("x = 1\nwhile True: pass", {"kind": "timeout", "rolled_back": True}),
         ("x", {"error_type": "NameError"}),

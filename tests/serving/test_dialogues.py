@@ -80,7 +80,7 @@ def test_a_turn_is_found_again_however_its_message_comes_back(dialogues, altered
     assert dialogues.context("a", again, [WEATHER]).ids[: len(longer)].tolist() == longer.tolist()
 
 
-@pytest.mark.parametrize("change", ["session", "tools", "system", "text"])
+@pytest.mark.parametrize("change", ["session", "tools", "system", "text", "white space"])
 def test_another_conversation_is_not_taken_for_it(dialogues, change):
     ids, answer = turn(dialogues, [ASKED], "Hidden.</reason>Rain.")
     messages = [ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": "Sure?"}]
@@ -88,11 +88,36 @@ def test_another_conversation_is_not_taken_for_it(dialogues, change):
     assert same[: len(ids)].tolist() == ids.tolist()
     if change == "text":
         messages[1] = {"role": "assistant", "content": "Snow."}
+    if change == "white space":  # of the question, which may be a picture of characters
+        messages[0] = {"role": "user", "content": ASKED["content"].replace(" ", "  ")}
     if change == "system":
         messages.insert(0, {"role": "system", "content": "Be brief."})
     other = dialogues.context("b" if change == "session" else "a", messages, [WEATHER] if change == "tools" else ())
     assert other.ids[: len(ids)].tolist() != ids.tolist()
     assert "Hidden" not in other.chat.tokenizer.decode(other.ids.tolist())
+
+
+def test_equal_answers_are_told_apart_by_their_thoughts(dialogues):
+    """By those that the request gives, of any turn; without one the last answer counts."""
+
+    def asked(*turns):
+        replies = [{"role": "assistant", "content": "Rain."} | fields for fields in turns]
+        messages = [ASKED, *(message for reply in replies for message in (reply, {"role": "user", "content": "?"}))]
+        return dialogues.context("a", messages).ids.tolist()
+
+    def begins(ids, row):
+        return ids[: len(row)] == row.tolist()
+
+    one, two, three = ({"reasoning_content": f"Cloud {name}."} for name in "ABC")
+    rows = [turn(dialogues, [ASKED], f"Cloud {name}.</reason>Rain.")[0] for name in "AB"]
+    assert begins(asked({}), rows[1]) and begins(asked(two), rows[1]) and begins(asked(one), rows[0])
+    assert begins(asked({"content": "<think>\nCloud  A.</think>Rain."}), rows[0])
+    assert not any(begins(asked(three), row) for row in rows)
+    reply = {"role": "assistant", "content": "Rain."}
+    assert "<reason>Cloud C.</reason>Rain." in shown(dialogues, [ASKED, reply | three, ASKED], session="a")
+    rows = [turn(dialogues, [ASKED, reply | own, {"role": "user", "content": "?"}], "</reason>Rain.")[0]
+            for own in (two, one)]  # fmt: skip
+    assert begins(asked(two, {}), rows[0]) and begins(asked(one, {}), rows[1]) and begins(asked({}, {}), rows[1])
 
 
 def test_a_conversation_that_was_not_sampled_here_is_written_in_the_template(dialogues):
@@ -161,6 +186,7 @@ def test_messages_of_a_user_in_a_row_are_one(dialogues):
     assert context.ids.tolist() == other.ids.tolist() and context.key == other.key
 
 
+SAID = {"role": "assistant", "content": "Hm."}
 TWO = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call("a", "Ulm"), call("b", "Rom")]}]
 
 
@@ -173,6 +199,8 @@ def test_results_go_to_their_calls_by_id(dialogues):
     assert text == shown(dialogues, [*unnamed, result("", "cold"), result("", "hot")])
     for key in ("call_id", "tool_use_id"):
         assert text == shown(dialogues, [*TWO, result("", "hot", **{key: "b"}), result("", "cold", **{key: "a"})])
+    written = {"role": "assistant", "content": CALLED}  # whoever read the call gave it an id
+    assert "hot" in shown(dialogues, [ASKED, written, result("7", "hot")])
 
 
 @pytest.mark.parametrize(
@@ -183,6 +211,10 @@ def test_results_go_to_their_calls_by_id(dialogues):
         ([result("a", "x")], r"no result for the calls 'b'"),
         ([result("", "x"), result("", "y")], r"messages\[2\]: a result without tool_call_id"),
         ([result("a", "x"), result("", "y")], r"messages\[3\]: a result without tool_call_id"),
+        ([ASKED], r"messages\[1\]: no result for its calls"),
+        ([SAID, ASKED], r"messages\[1\]: no result for its calls"),
+        ([SAID, result("a", "x")], r"messages\[1\]: no result for its calls"),
+        ([result("a", "x"), result("b", "y"), SAID, result("c", "z")], r"messages\[5\]: tool_call_id 'c' answers no"),
     ],
 )
 def test_a_result_that_answers_no_call_is_refused(dialogues, results, message):

@@ -21,7 +21,7 @@ from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.types import Problem
-from tests.helpers.serving import ROLLOUT, Served, direct, served, small_policy, wait_for
+from tests.helpers.serving import ROLLOUT, Served, direct, scripted, served, small_policy, wait_for
 from tests.helpers.serving import server as server  # a fixture
 from tests.test_readme import TINY
 
@@ -58,6 +58,22 @@ def test_a_stream_adds_up_to_the_whole_answer(server, path):
         for name in ("tokens", "text_offset") if "text" in wanted else ():
             values = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"][name]]
             assert values == wanted["logprobs"][name]
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"return_tokens_as_token_ids": True}])
+def test_tokens_have_their_names_and_places_in_the_text(fields):
+    """Those of a part of a character are named by their bytes, and lie where the character does."""
+    path, text = "/v1/completions", "na\u00efve \u2192 \U0001f600."
+    with scripted(text) as server:
+        body = {"prompt": "x", "logprobs": 1} | fields
+        answers = server.events(path, body) if "stream" in fields else [server.ask(path, body)[1]]
+    scores = [part for answer in answers if (part := answer["choices"][0]["logprobs"])]
+    tokens, places = ([value for part in scores for value in part[name]] for name in ("tokens", "text_offset"))
+    written = text.encode()
+    assert places == [len(written[:i].decode(errors="ignore")) for i in range(len(written) + 1)]
+    plain = [chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in written]
+    ids = [f"token_id:{token}" for token in server.endpoint.chat.turn_ids(text)]
+    assert tokens == ids if "return_tokens_as_token_ids" in fields else tokens[:-1] == plain
 
 
 def test_token_ids_in_and_out(server):

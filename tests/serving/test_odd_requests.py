@@ -86,6 +86,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": ""}, "", ...),
     (COMPLETIONS, {"prompt": {"a": 1}}, "", ...),
     (COMPLETIONS, {"prompt": ["x"] * 100, "stream": True}, "", ...),
+    (COMPLETIONS, {"prompt": [[5]] * 100_000}, "100000 choices; must be at most 64", "n"),
     (COMPLETIONS, {"prompt": [[]]}, "", ...),
     (COMPLETIONS, {"prompt": [1, "x"]}, "", ...),
     (COMPLETIONS, {"prompt": [[-1]]}, "", ...),

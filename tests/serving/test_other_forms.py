@@ -3,10 +3,14 @@ conversation for the join, whatever a client sends back of it. Their own clients
 
 import json
 import re
+from itertools import groupby
 
 import pytest
 
+from grpo_roc_jax.engine.config import SamplingConfig
+from grpo_roc_jax.serving.dialogues import HELD_BACK, WHERE
 from grpo_roc_jax.serving.recorded_calls import conversations_of, trajectory_of
+from grpo_roc_jax.serving.responses import LOGPROBS, messages_of
 from grpo_roc_jax.text.config import TextConfig
 from tests.helpers.serving import WEATHER, scripted
 from tests.helpers.serving import server as server  # a fixture
@@ -50,33 +54,74 @@ def test_the_same_tokens_as_a_chat_completion(server, path):
     assert text_of(last) == text_of(items) == (chat["choices"][0]["message"]["content"] or "")
 
 
+CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+BODIES = {
+    "/v1/chat/completions": {"messages": ASKED},
+    "/v1/completions": {"prompt": "2+3?"},
+    "/v1/responses": {"input": "2+3?"},
+    "/v1/messages": {"messages": ASKED, "max_tokens": 4},
+}
+
+
 @pytest.mark.parametrize(
     ("path", "more", "named"),
     [
         ("/v1/messages", {"output_config": {"effort": "low"}, "tool_choice": {"type": "auto"}}, "output_config.effort"),
         ("/v1/responses", {"text": {"verbosity": "low", "format": {"type": "text"}}}, "text.verbosity"),
+        (
+            "/v1/responses",
+            {"include": [LOGPROBS, "reasoning.encrypted_content"]},
+            "include.reasoning.encrypted_content",
+        ),
+        ("/v1/responses", {"background": False, "stream_options": {"include_obfuscation": False}}, ""),
+        ("/v1/responses", {"reasoning": {"effort": None, "summary": None}}, ""),
+        ("/v1/chat/completions", CONTINUOUS, "stream_options.continuous_usage_stats"),
+        ("/v1/completions", CONTINUOUS, "stream_options.continuous_usage_stats"),
+        ("/v1/chat/completions", {"function_call": "none", "stream_options": {"continuous_usage_stats": False}}, ""),
     ],
 )
 def test_fields_within_fields_that_change_nothing_are_named(server, path, more, named):
-    body = {"/v1/responses": {"input": "2+3?"}, "/v1/messages": {"messages": ASKED, "max_tokens": 4}}[path]
-    reply = server.endpoint.form(path, body | more | {"model": "policy"}, "")
-    assert reply.not_applied == [named]
+    reply = server.endpoint.form(path, BODIES[path] | more | {"model": "policy"}, "")
+    assert ", ".join(reply.not_applied) == named
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_a_stream_that_ends_before_its_first_token_has_its_opening(server, path):
-    body = {
-        "/v1/chat/completions": {"messages": ASKED},
-        "/v1/responses": {"input": "2+3?"},
-        "/v1/messages": {"messages": ASKED, "max_tokens": 4},
-    }[path]
-    reply = server.endpoint.form(path, body | {"model": "policy", "stream": True}, "")
+    reply = server.endpoint.form(path, BODIES[path] | {"model": "policy", "stream": True}, "")
     reply.begin()
     (choice,) = reply.choices
     choice.stop = "length"
     first, *_ = reply.ended(choice)
     assert first.get("type", first.get("object")) in ("response.created", "message_start", "chat.completion.chunk")
     assert "choices" not in first or first["choices"][0]["delta"]["role"] == "assistant"
+
+
+SAID = "It rains in all of these towns. " * 9 + "Yes."
+
+
+@pytest.mark.parametrize("thought", ["I look at the map. " * 9 + "So.", "So."])
+@pytest.mark.parametrize("call", ["", CALL])
+def test_a_stream_has_the_parts_of_the_whole_answer_in_their_order(thought, call):
+    def in_order(pairs):
+        runs = groupby(((kind, text) for kind, text in pairs if text), key=lambda pair: pair[0])
+        return ["".join(text for _, text in run) for _, run in runs]
+
+    assert len(SAID) > 6 * HELD_BACK
+    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+    with scripted(*[f"{thought}</reason>{SAID}{call}"] * 6) as server:
+        bodies = [BODIES[path] | {"tools": [tool]} for path, tool in zip(paths, (WEATHER, FLAT, OWN), strict=True)]
+        chat, responses, messages = (server.ask(path, body)[1] for path, body in zip(paths, bodies, strict=True))
+        pieces, events, blocks = (server.events(path, body) for path, body in zip(paths, bodies, strict=True))
+    message = chat["choices"][0]["message"]
+    items = [item["content"][0]["text"] for item in responses["output"] if "content" in item]
+    parts = [block.get("thinking") or block["text"] for block in messages["content"] if block["type"] != "tool_use"]
+    assert [message["reasoning_content"], message["content"]] == items == parts == [thought, SAID]
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    names = ("reasoning_content", "content")
+    assert in_order((name, delta.get(name)) for delta in deltas for name in names) == items
+    assert in_order((event["type"], event["delta"]) for event in events if "_text.delta" in event["type"]) == items
+    deltas = [event["delta"] for event in blocks if event["type"] == "content_block_delta"]
+    assert in_order((delta["type"], delta.get("thinking") or delta.get("text")) for delta in deltas) == items
 
 
 def text_of(items):
@@ -132,7 +177,7 @@ def test_a_conversation_of_responses_is_one_row(streams):
             return server.ask("/s/one/v1/responses", body)[1]
         return server.events("/s/one/v1/responses", body)[-1]["response"]
 
-    with scripted(PLAN, "Rain.</reason>It rains.", "Yes.") as server:
+    with scripted(PLAN, "Rain.</reason>It rains.", "Yes.", "Rome.", "Yes.") as server:
         session = server.session()
         first = ask({"input": ASK})
         assert [item["type"] for item in first["output"]] == ["reasoning", "function_call"]
@@ -143,8 +188,55 @@ def test_a_conversation_of_responses_is_one_row(streams):
         assert second["output"][-1]["content"][0]["text"] == "It rains." and second["status"] == "completed"
         third = ask({"input": "Sure?", "previous_response_id": second["id"]})
         assert third["output"][-1]["content"][0]["text"] == "Yes."
+        begun = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In "}]
+        fourth = ask({"input": begun, "previous_response_id": third["id"]})
+        ask({"input": "Sure?", "previous_response_id": fourth["id"]})
         (row,) = conversations_of(session.calls)
-        assert len(session.calls) == 3 and sum(row.mask) == sum(len(entry.ids) for entry in session.calls)
+        assert len(session.calls) == 5 and sum(row.mask) == sum(len(entry.ids) for entry in session.calls)
+
+
+def spoken(text, role="assistant"):
+    return {"type": "message", "role": role, "content": text}
+
+
+def considered(text):
+    return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+
+def called(own_id):
+    return {"type": "function_call", "call_id": own_id, "name": "weather", "arguments": "{}"}
+
+
+def turn(content, *ids, thought=""):
+    calls = [{"id": own_id, "type": "function", "function": {"name": "weather", "arguments": "{}"}} for own_id in ids]
+    message = {"role": "assistant", "content": content} | ({"reasoning_content": thought} if thought else {})
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+@pytest.mark.parametrize(
+    ("items", "turns"),
+    [
+        ([considered("a"), considered("b"), spoken("x")], [turn("x", thought="a\nb")]),
+        ([considered("a"), called("1"), considered("b"), called("2")], [turn("", "1", "2", thought="a\nb")]),
+        ([considered("a"), spoken("x"), considered("b"), called("1")], [turn("x", "1", thought="a\nb")]),
+        ([called("1"), spoken("x")], [turn("x", "1")]),
+        ([spoken("x"), considered("b"), spoken("y")], [turn("x"), turn("y", thought="b")]),
+        ([considered("a"), spoken("y", "user")], [turn("", thought="a"), {"role": "user", "content": "y"}]),
+    ],
+)
+def test_the_items_of_a_turn_are_one_message(items, turns):
+    messages = messages_of(items)
+    assert [{name: value for name, value in message.items() if name != WHERE} for message in messages] == turns
+
+
+def test_a_response_names_the_sampling_that_it_was_drawn_with():
+    with scripted(*["Yes."] * 3) as server:
+        server.endpoint.loop.engine.programs.settings.sampling = SamplingConfig(temperature=0.6, top_p=0.9)
+        body, own = {"input": "2+3?"}, {"temperature": 0, "top_p": 0.5}
+        answers = [server.ask("/v1/responses", body | fields)[1] for fields in ({}, own)]
+        server.session()
+        answers.append(server.ask("/s/one/v1/responses", body | own)[1])
+    assert [(answer["temperature"], answer["top_p"]) for answer in answers] == [(0.6, 0.9), (0, 0.5), (0.6, 0.9)]
 
 
 @pytest.mark.parametrize("streams", [False, True])

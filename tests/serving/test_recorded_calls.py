@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_roc_jax.learner.pack import BatchConfig, pack
-from grpo_roc_jax.record.codec import checked_arrays, trajectory_from_json, trajectory_to_json
+from grpo_roc_jax.record.codec import token_arrays, trajectory_from_json, trajectory_to_json
 from grpo_roc_jax.serving.recorded_calls import RecordedCall, conversations_of, trajectory_of
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -48,7 +48,7 @@ def test_a_conversation_with_a_branch_and_a_sub_agent_by_hand():
     assert row.versions[-1] == 5 and (row.sample, row.temperature) == (2, 0.7)
     shorter, dropped = trajectory(calls, longest=13)
     assert dropped == 1 and shorter.tokens.tolist() == row.tokens[:12].tolist()
-    saved = trajectory_from_json(trajectory_to_json(row), checked_arrays(row))
+    saved = trajectory_from_json(trajectory_to_json(row), token_arrays(row))
     assert saved.parts == row.parts and saved.turns == row.turns
     assert trajectory(calls[:2])[0].parts == ()
 

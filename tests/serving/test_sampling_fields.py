@@ -147,12 +147,16 @@ def test_an_end_that_is_ignored_is_a_token_like_others(server):
 
 def test_the_most_likely_tokens_are_those_of_the_policy_at_each_position(server):
     """In a stream too, beside rows that do not ask; a greedy row draws the first of them."""
+    tokenizer = small_policy()[0].tokenizer
     for temperature in (0, 1):
         (result,) = drawn(server, logprobs=5, temperature=temperature)
-        tops = result["logprobs"]["top_logprobs"]
+        (by_id,) = drawn(server, logprobs=5, temperature=temperature, return_tokens_as_token_ids=True)
+        tops, ids = (choice["logprobs"]["top_logprobs"] for choice in (result, by_id))
         assert len(tops) == 24
-        for top, value in zip(tops, result["logprobs"]["token_logprobs"], strict=True):
-            assert 1 <= len(top) <= 6 and (temperature or max(top.values()) == pytest.approx(value, abs=1e-5))
+        for top, others, value in zip(tops, ids, result["logprobs"]["token_logprobs"], strict=True):
+            assert 5 <= len(others) <= 6 and (temperature or max(top.values()) == pytest.approx(value, abs=1e-5))
+            texts = {tokenizer.token_bytes(int(name.removeprefix("token_id:"))) for name in others}
+            assert len(top) == len(texts), "parts of characters have names of their own"
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 24, "seed": 1, "logprobs": 20}}
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(drawn, server)

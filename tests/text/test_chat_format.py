@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from grpo_roc_jax.text.calls import call_blocks, without_thoughts
-from grpo_roc_jax.text.chat_format import ParsedTurn, Trace, make_chat
+from grpo_roc_jax.text.chat_format import ParsedTurn, Trace, UnfitTrace, make_chat
 from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.escape import ObservationEncoder
@@ -408,8 +408,11 @@ class TestTraceRow:
 
     def test_more_calls_than_a_turn_may_make_are_refused(self, tokenizer):
         both = Trace(PROBLEM, (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "done"), (("1", "2"),))
-        with pytest.raises(ValueError, match=r"a turn makes 2 calls, text\.max_calls_per_turn = 1; raise it"):
+        with pytest.raises(
+            UnfitTrace, match=r"a turn makes 2 calls, text\.max_calls_per_turn = 1; raise it"
+        ) as refusal:
             make_chat(TextConfig(), tokenizer).trace_row(both)
+        assert refusal.value.calls == both.most_calls == 2
         chat = make_chat(TextConfig(max_calls_per_turn=2), tokenizer)
         tokens, mask = chat.trace_row(both)
         assert tokenizer.decode(tokens[mask]).count("</tool_call>") == 2

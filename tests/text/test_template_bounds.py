@@ -84,6 +84,9 @@ HARMLESS = (
     "{% macro m(a, b='c') %}[{{ a }}{{ b }}{{ caller() }}]{% endmacro %}{% call m('x') %}y{% endcall %}",
     "{%- set t -%}  a {{ 'b' }} {%- endset -%}{{ t|upper }}{{ {'a': [1, 2]}|tojson }}{{ 'x'|center(9) }}",
     "{% for i in range(3) recursive %}{{ i }}{% if i == 0 %}{{ loop([7, 8]) }}{% endif %}{% endfor %}",
+    "{% macro m(function, context) %}{{ function }}{{ context }}{% endmacro %}{{ m(function='f', context='c') }}",
+    "{% set ns = namespace(function='f', context='c', template='t') %}{{ ns.function ~ ns.context ~ ns.template }}",
+    "{{ dict(function='f', self=1, context=2) }}{{ '{function}{self}'.format(function='f', self=1) }}",
     "{{ 'a\nb'|indent(2) }}{{ 'aXb'|replace('X', 'yy') }}{{ [3, 1, 2]|sort|list }}{{ range(4)|sum }}{{ 2 + 3 * 4 }}",
 )
 
@@ -93,8 +96,9 @@ def test_other_templates_render_as_in_the_environment_without_bounds(source):
     messages = [{"role": role, "content": f" {role} "} for role in ("system", "user", "assistant")]
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     bounded = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    expected = plain.from_string(source).render(messages=messages)
-    assert expected and bounded.render(bounded.from_string(source), messages=messages) == expected
+    variables = {"messages": messages, "template": "t", "self": "s", "context": "c"}
+    expected = plain.from_string(source).render(variables)
+    assert expected and bounded.render(bounded.from_string(source), **variables) == expected
 
 
 def test_a_template_that_is_rendered_again_has_its_rounds_again():

@@ -302,6 +302,20 @@ def test_messages_about_unusable_templates(tmp_path):
         chat_of(tmp_path, PublishedTemplate(file="nothing"))
 
 
+def test_a_template_that_writes_a_token_without_an_embedding_is_refused(tmp_path):
+    folder = make_directory(tmp_path, "qwen3_coder")  # its last two tokens are the marks of calls
+    config = TextConfig(tokenizer=str(folder), template="model", tools_section=True)
+    tokenizer = load_tokenizer(config, load_tokenizer(config).vocab_size - 2)
+    with pytest.raises(TemplateError, match="writes </tool_call>, <tool_call>, without a row in the embedding"):
+        make_chat(config, tokenizer, TOOLS)
+    chat = make_chat(replace(config, tools_section=False), tokenizer)
+    ids = chat.prompt_ids(replace(PROBLEM, prompt="<tool_call>"))
+    assert max(ids) < tokenizer.vocab_size and "<tool_call>" in tokenizer.decode(ids)
+    (folder / "chat_template.jinja").write_text("<tool_call>" + (FOLDER / "chatml_tools.jinja").read_text())
+    with pytest.raises(TemplateError, match="writes <tool_call>, without a row"):
+        make_chat(replace(config, tools_section=False), tokenizer)
+
+
 def test_templates_cannot_reach_out_of_the_sandbox():
     escape = ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(TemplateError, match="unsafe"):
@@ -368,10 +382,18 @@ def test_a_template_renders_the_date_and_the_variables_of_the_settings():
     assert template.asks_date
     assert template.render([]) == "09.03.2025 09 Mar 2025 x=y 7"
     assert not ChatTemplate("{{ date_string }}", {}).asks_date
+    source = (
+        "{{ documents[0] }} {{ template }} {{ context }} {{ {'b': 1, 'a': 2}|tojson(true, none, (',', ':'), true) }}"
+    )
+    settings = PublishedTemplate(variables=('documents=["d"]', "template=t", "context=c"))
+    assert ChatTemplate(source, {}, settings=settings).render([]) == 'd t c {"a":2,"b":1}'
+    assert ChatTemplate("{{ documents is none }}", {}).render([]) == "True"
     with pytest.raises(ValueError, match=r"text\.template\.date = '9\.3\.'; must be YYYY-MM-DD"):
         PublishedTemplate(date="9.3.")
     with pytest.raises(ValueError, match=r"variables = \['thinking'\]; must be name=value"):
         PublishedTemplate(variables=("thinking",))
+    with pytest.raises(ValueError, match=r"variables sets messages, tools, which come from the conversation"):
+        PublishedTemplate(variables=("tools=[]", "a=1", "messages=[]"))
 
 
 def test_all_published_end_tokens_stop_a_turn(tmp_path):
@@ -682,6 +704,10 @@ def test_a_space_at_the_start_of_a_dialogue_only_is_not_added_after_special_toke
     tokenizer = JsonTokenizer(spec, eos_token="</s>")
     start, end = tokenizer.special("<s>"), tokenizer.special("</s>")
     assert [start, *tokenizer.encode("What"), end, *tokenizer.encode("user")] == expected
+    spaces, inside = spec["pre_tokenizer"], {"type": "Sequence", "decoders": [spec["pre_tokenizer"], {"type": "Fuse"}]}
+    for decoder in (spec["decoder"], spaces, inside, {"type": "Sequence", "decoders": [inside]}):
+        tokenizer = JsonTokenizer(spec | {"decoder": decoder}, eos_token="</s>")
+        assert [tokenizer.decode(tokenizer.encode(text)) for text in (" What user", "What")] == [" What user", "What"]
 
 
 @pytest.mark.parametrize(

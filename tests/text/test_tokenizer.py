@@ -326,6 +326,48 @@ def test_added_tokens_are_for_published_vocabularies():
         TextConfig(tokenizer=TokenizerFile(path="some.json", added_tokens=("<a>", "<a>")))
 
 
+SOFT = "<image_soft_token>"
+
+
+@pytest.mark.parametrize("kind", ["json", "json of pieces", "sentencepiece"])
+def test_added_tokens_beyond_the_embedding_are_plain_text(tmp_path, caplog, kind):
+    """Gemma 3 1B has one, for images that only its larger models see; fine-tunes add `<pad>`."""
+    if kind == "sentencepiece":
+        (tmp_path / "tokenizer.model").write_bytes(gemma_like("bpe"))
+        rows = from_file(tmp_path).vocab_size
+        tokens = {str(rows + i): {"content": text, "special": True} for i, text in enumerate((SOFT, "<pad>"))}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    else:
+        spec = qwen_like()
+        rows = JsonTokenizer(spec).vocab_size
+        spec = with_token(with_token(with_token(spec, SOFT, special=True), "日本"), "<pad>", special=True)
+        if kind == "json of pieces":
+            spec["model"]["vocab"] |= {token["content"]: token["id"] for token in spec["added_tokens"]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    config = TextConfig(tokenizer=str(tmp_path))
+    whole, loaded = load_tokenizer(config), load_tokenizer(config, rows)
+    assert loaded.vocab_size == rows < whole.vocab_size and loaded.left_out == {SOFT, "<pad>"}
+    assert loaded.special(SOFT) is None and max(loaded.special_ids) < rows == whole.special(SOFT)
+    assert f"beyond the {rows} rows of the embedding are plain text: {SOFT}" in caplog.text
+    text = f"the {SOFT}turn<pad> 日本 x"
+    assert max(loaded.encode(text)) < rows and loaded.decode(loaded.encode(text)) == text
+    assert loaded.encode("the turn") == whole.encode("the turn") and loaded.eos_id == whole.eos_id
+    for named, message in (
+        ({"eos_token": SOFT}, f"eos_token '{SOFT}' has the id {rows}, but the embedding of the model has {rows} rows"),
+        ({"pad_token": "<pad>"}, "pad_token '<pad>' has the id .*set text.tokenizer.pad_token to"),
+        ({"added_tokens": REWARD}, r"added_tokens: '<\|high_reward\|>' has the id .*; name fewer"),
+        ({"added_tokens": (SOFT,)}, f"added_tokens: '{SOFT}' has the id {rows}, .*; name fewer"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            load_tokenizer(TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), **named)), rows)
+        assert ("added_tokens" in named) == ("text.tokenizer.added_tokens" in str(caught.value))
+    for other in ("toy", "bytes", *((str(tmp_path),) if kind == "sentencepiece" else ())):
+        with pytest.raises(
+            ValueError, match=f"tokenizer {other} has .* ids, but the embedding of the model has 255 rows"
+        ):
+            load_tokenizer(TextConfig(tokenizer=other), 255)
+
+
 class TestToyModel:
     """Properties of the shipped vocabulary that small policies rely on."""
 

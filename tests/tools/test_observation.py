@@ -17,6 +17,8 @@ from tests.helpers.linear import assert_linear
 
 PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
 FAILED = ToolResult("exception", error_type="E", error_message="m", error_line=1)
+FRAMES = '  File "<string>", line 5, in <module>\n  File "<sandbox>", line 8, in main\n  File "<program>", line 1, in f'
+SHOWN = '  File "<program>", line 1, in f\nsys:1: UserWarning: x'
 STDERR = (
     'Traceback:\n  File "/home/me/venv/lib/python3.11/site-packages/numpy/core.py", line 3, in f\n'
     "/usr/lib/python3.12/warnings.py:5: UserWarning: x\nno file '/tmp/grpo-tools-ab12_xyz/w3-417-2f00deadbeef/a.txt'"
@@ -51,6 +53,7 @@ STDERR = (
         (FAILED, "x" * SOURCE_CHARS, f"[exception] E: m (line 1: {'x' * SOURCE_CHARS})"),
         (FAILED, "x" * SOURCE_CHARS + "y", f"[exception] E: m (line 1: {'x' * SOURCE_CHARS}...)"),
         (ToolResult("ok", stdout="<o at 0x7f12ab34cd56> 0x7f12ab34cd56"), "", "<o at 0x0> 0x7f12ab34cd56"),
+        (ToolResult("ok", stderr=f"Stack:\n{FRAMES}\n<sandbox>:9: UserWarning: x"), "", f"[stderr]\nStack:\n{SHOWN}"),
         (
             ToolResult("ok", stderr=STDERR),
             "",

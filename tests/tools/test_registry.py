@@ -86,6 +86,7 @@ def book(to: Place | None = None, seats: list[Literal[1, 2]] = [], level: Litera
             {"code": "x" * (9 << 20)},
             "9437184 bytes of text, at most 8388608 are accepted, and 15728640 with its input",
         ),
+        (IO, {"\ud800": 1, "code": "x"}, "argument '\\ud800' is not known; expected: code, input"),
         ("jupyter_code", {"code": None}, "argument 'code' must be string, got null"),
         ("jupyter_code", {"code": "x", "input": ""}, "argument 'input' is not known; expected: code"),
         ("jupyter_code", {"code": "x", "y" * 100: 1}, "argument '" + "y" * 79 + " is not known; expected: code"),
@@ -345,6 +346,32 @@ def test_functions_that_cannot_be_tools() -> None:
         default_registry(("python",))
 
 
+def test_texts_of_a_nested_function_reach_the_sandbox_as_they_are() -> None:
+    def indented(count: int) -> str:
+        """Text."""
+        return (
+            """
+        first
+            second"""
+            * count
+        )
+
+    def unindented(count: int) -> str:
+        """Text."""
+        return (
+            """
+first"""
+            * count
+        )
+
+    registry = Registry()
+    for function in (indented, unindented):
+        registry.add(function)
+        names: dict[str, Any] = {}
+        exec(registry.prepare(function.__name__, {"count": 2}, None).code, names)
+        assert names["__value"] == function(2)
+
+
 FOREIGN = {
     "name": "book",
     "input_schema": {
@@ -382,9 +409,19 @@ def test_schemas_of_other_origin_are_checked_by_their_own_rules(arguments: objec
     assert tool.schema["function"]["parameters"]["type"] == "object"
 
 
-def test_numbers_of_any_size_are_no_exception() -> None:
+def test_values_of_any_size_are_no_exception() -> None:
+    def keep(value: Any) -> None:
+        """Keeps a value."""
+
     schema = {"name": "pay", "parameters": {"properties": {"sum": {"type": "number", "multipleOf": 0.01}}}}
     registry = Registry([foreign_tool(schema, lambda **given: "paid")])
+    registry.add(keep)
+    for tool, arguments in (
+        ("keep", {"value": 10**5000}),
+        ("keep", {"value": functools.reduce(lambda inner, _: [inner], range(5000), [])}),
+        ("pay", {"sum": 10**5000}),
+    ):
+        assert registry.prepare(tool, arguments, None).kind == "bad_arguments"
     assert isinstance(registry.prepare("pay", {"sum": 10.5}, None), Job)
     result = registry.prepare("pay", {"sum": 10**400}, None)
     assert result.kind == "bad_arguments" and "cannot be checked" in result.error_message

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo_roc_jax.sandbox.base import percentile
@@ -247,7 +248,8 @@ def test_long_results_of_trainer_side_tools_are_cut() -> None:
     registry.add(long, where="trainer")
     with FakeExecutor(registry=registry) as fake:
         [result] = fake.run([CodeCall("l", "long", {"count": 10_000_000}, None)])
-    assert result.ok and len(result.echo) < 70_000 and "characters omitted" in result.observation
+    assert result.ok and result.truncated
+    assert len(result.echo) < 70_000 and "characters omitted" in result.observation
 
 
 def test_what_differs_from_run_to_run_is_not_shown() -> None:
@@ -277,12 +279,34 @@ def test_what_no_result_can_hold_is_an_error_of_the_tool_at_once() -> None:
     assert (result.kind, result.error_type) == ("exception", "TypeError")
 
 
-def test_a_program_that_is_no_text_is_refused_and_its_id_stays_free(executor: BaseExecutor) -> None:
-    for wrong in ({"code": b"1"}, {"code": None}, {"code": "1", "stdin": 3}, {"code": "1", "session": 7}):
-        with pytest.raises(TypeError, match=r"Program\.\w+ is .*must be text"):
-            Program("again", **wrong)
-    [result] = executor.run([call("again")])
-    assert result.ok
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"code": b"1"}, TypeError, "Program.code is b'1' .*must be text"),
+        ({"code": None}, TypeError, "Program.code is None .*must be text"),
+        ({"stdin": 3}, TypeError, "Program.stdin is 3 .*must be text"),
+        ({"session": 7}, TypeError, "Program.session is 7 .*must be text"),
+        ({"seed": 1.5}, TypeError, "Program.seed is 1.5 .*must be a whole number"),
+        ({"code": "é" * (9 << 20)}, ValueError, "has 18874428 bytes of code, input and names; must be at most"),
+        ({"session": "s" * (9 << 20)}, ValueError, "bytes of code, input and names; must be at most"),
+    ],
+)
+def test_a_program_that_cannot_be_sent_is_refused_where_it_is_made(wrong: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        Program("again", **{"code": "1"} | wrong)
+    assert Program("n", "1", seed=np.int64(-3)).seed == -3
+
+
+@pytest.mark.parametrize("share_results", [False, True])
+def test_the_id_of_a_call_that_could_not_be_started_stays_free(share_results: bool) -> None:
+    def failing(program: Program) -> ToolResult:
+        raise KeyboardInterrupt
+
+    with FakeExecutor(failing, config=ToolsConfig(share_results=share_results)) as fake:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                fake.submit(call("again"))
+            assert not fake.in_flight
 
 
 def test_programs_may_come_from_a_generator_and_what_a_refused_run_began_is_cancelled() -> None:
@@ -339,6 +363,12 @@ def test_config_checks() -> None:
 
 FORK = "import os\npid=os.fork()\nif not pid:\n os._exit(3)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid,0)[1]))"
 BOMB = "import os,time\nfor i in range(500):\n if not os.fork():\n  time.sleep(30)\n  os._exit(0)"
+POOL = """
+from multiprocessing import Pool
+from multiprocessing.pool import ThreadPool
+def square(n): return n * n
+with Pool(1) as pool, ThreadPool(2) as threads: print(pool.map(square, [1, 2]), threads.map(abs, [-1, 2]))
+"""
 ORPHAN = "import os,time\nif not os.fork():\n os.setsid()\n time.sleep(77)\nprint('left')"
 
 
@@ -350,6 +380,9 @@ def test_programs_fork_only_where_allowed_and_leave_no_process(executor: BaseExe
         forked, bomb, orphan, after = forking.run(
             [call(name, code) for name, code in (("a", FORK), ("b", BOMB), ("c", ORPHAN), ("d", "print(5)"))]
         )
+        if forking.capabilities.level in ("L3", "L4"):
+            [pool] = forking.run([call("e", POOL)])
+            assert pool.stdout == "[1, 4] [1, 2]\n", pool
         assert (forked.kind, forked.stdout) == ("ok", "3\n")
         if forking.capabilities.level == "L4":  # a user of its own, so the limit counts this call's tasks alone
             assert (bomb.kind, bomb.error_type) == ("exception", "BlockingIOError")

@@ -17,7 +17,6 @@ def log(tmp_path):
     records = trace.eval_records(1, [make_group(seed, 6) for seed in (1, 2)])
     records += trace.removed_records(1, [(records[0].problem, records[0].trajectory)])
     records[2] = dataclasses.replace(records[2], penalties={"total": 0.5, "error": 0.25, "format": 0.25}, kept=True)
-    records[3] = dataclasses.replace(records[3], verdict=dataclasses.replace(records[3].verdict, reward=float("nan")))
     trace.TraceWriter(tmp_path).write(1, records)
     return trace.trace_files(tmp_path)[0][0]
 
@@ -38,13 +37,34 @@ def test_a_row_says_what_the_line_holds(tmp_path, log):
         assert kinds == [result.kind for result in trajectory.results]
     assert [i for i, row in enumerate(rows) if row["kept"]] == [2] and rows[2]["penalties"] == [0.5, 0.25, 0.25]
     assert rows[0]["penalties"] is None and rows[0]["calls"].count(" ") == 1
-    assert b"NaN" not in content and rows[3]["reward"] is None and rows[2]["reward"] is not None
+    assert rows[12]["reward"] is None and rows[2]["reward"] == records[2].verdict.reward
+    line = json.loads(log.read_bytes().splitlines()[2])
+    assert index.row(line | {"verdict": line["verdict"] | {"reward": float("nan")}})["reward"] is None
 
 
 def test_the_writer_and_a_reader_make_the_same_index(log):
     written = index.index_file(log).read_bytes()
     index.index_file(log).unlink()
     assert index.load(log, "step", 1) == written == index.index_file(log).read_bytes()
+
+
+@pytest.mark.parametrize("head", [b"", b"\0" * 40, b'{"step": 1', b"[1]", b"\xff"])
+def test_a_line_that_cannot_be_read_costs_that_line(tmp_path, log, caplog, head):
+    """As a full disk, a copy that was cut or a power loss leaves it. The rows after it keep their places."""
+    lines = log.read_bytes().splitlines(True)
+    written = list(index.rows(index.load(log, "step", 1)))
+    log.write_bytes(b"".join([*lines[:4], head + b"\n", *lines[5:-1], lines[-1][:-200]]))
+    assert not index.intact(log)
+    content = index.load(log, "step", 1)
+    rows = list(index.rows(content))
+    assert [row | {"offset": 0} for row in rows] == [row | {"offset": 0} for row in written[:4] + written[5:12]]
+    assert json.loads(content)["unreadable"] == [5, 13] and json.loads(content)["count"] == 11
+    text = log.read_bytes()
+    assert all(text[row["offset"] :].startswith(line) for row, line in zip(rows, lines[:4] + lines[5:-1], strict=True))
+    assert index.load(log, "step", 1) == content and not index.intact(log), "the log is damaged, with an index too"
+    assert caplog.messages == [f"{log}, lines 5, 13: cannot be read and are left out"], "once"
+    assert Runs([str(tmp_path)]).trajectory(0, ("step", 1), 4)["sample"] == rows[4]["sample"]
+    assert Runs([str(tmp_path)]).search(0, "", [("step", 1)]) == {"step.1": list(range(11))}
 
 
 def test_an_index_of_another_content_is_made_again(log):

@@ -553,7 +553,7 @@ class DockerWorkspace:
     def close(self) -> None:
         if self._name:
             with contextlib.suppress(OSError):
-                os.posix_spawnp("docker", ["docker", "rm", "-f", self._name], os.environ)
+                os.posix_spawnp("docker", ["docker", "rm", "-f", self._name], os.environ, setpgroup=0)
 
 
 async def _called(*words: str, seconds: float) -> tuple[int | None, str]:

@@ -44,53 +44,94 @@ BATCH_WAIT_S = 0.01
 
 
 HARNESS = """
-import ast, base64, contextlib, io, json, os, random, sys
+import ast, base64, builtins, contextlib, importlib.machinery, io, json, linecache, os, random, sys, types
 def _go():
     nonce, cells, keep = json.loads(base64.b64decode({packed!r}))
-    names = {{"__name__": "__main__", "__builtins__": __builtins__}}
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    names = module.__dict__
+    names.update(__builtins__=__builtins__, __file__="main.py")
     said = {{"kind": "ok", "error_line": None, "error_type": "", "error_message": "", "traceback": "", "echo": ""}}
-    def short(text):
+    group = getattr(builtins, "BaseExceptionGroup", ())
+    def short(text, report):
         room = keep // 2 - 4096  # of the stream, whose middle the service leaves out
         if len(json.dumps(text)) <= room:
             return text
+        report["truncated"] = True
         half = max(room, 0) // 24  # a character may take twelve in the trailer
         return text[:half] + "\\n[... %d characters omitted ...]\\n" % (len(text) - 2 * half) + text[len(text) - half :]
     def seeded(seed):
         random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-    def run(text, report):
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed(seed % 2**32)
+            return
+        class Finder:  # seeds numpy.random when it is imported
+            def find_spec(name, path=None, target=None):
+                if name != "numpy.random":
+                    return None
+                spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+                load = getattr(spec and spec.loader, "exec_module", None)
+                if load:
+                    spec.loader.exec_module = lambda module: (load(module), module.seed(seed % 2**32))
+                return spec
+        sys.meta_path.insert(0, Finder)
+    def status(code):
+        if code is None:
+            return 0
+        return int(code) & 255 if isinstance(code, int) and -(2**63) <= code < 2**63 else 1
+    def text_of(error):
+        text, leaves, rest = str(error), [], [error] if isinstance(error, group) else []
+        while rest and len(leaves) < 3:
+            one = rest.pop()
+            if isinstance(one, group):
+                rest += one.exceptions[2::-1]
+            else:
+                leaves.append(type(one).__name__ + (": " if str(one) else "") + str(one))
+        text += (": " if leaves else "") + "; ".join(leaves)
+        return "\\n".join([text, *map(str, getattr(error, "__notes__", [])[:10])])[:500]
+    def failed(report, kind, error):
+        report.update(kind=kind, error_type=type(error).__name__)
         try:
-            tree = ast.parse(text, "<program>")
+            report["error_message"] = text_of(error)
+        except BaseException:
+            report["error_message"] = "<no text: str() of the exception failed>"
+    def run(name, text, report):
+        try:
+            tree = ast.parse(text, name)
             last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            code = compile(tree, "<program>", "exec")
-            tail = None if last is None else compile(ast.Expression(last), "<program>", "eval")
+            limit = sys.getrecursionlimit()
+            sys.setrecursionlimit(max(limit, 3200))  # the interpreter accepts text that is nested deeper than trees
+            try:
+                code = compile(tree, name, "exec")
+                tail = None if last is None else compile(ast.Expression(last), name, "eval")
+            except RecursionError:
+                code, tail = compile(text, name, "exec"), None
+            finally:
+                sys.setrecursionlimit(limit)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            report.update(kind="syntax_error", error_type=type(error).__name__, error_message=str(error)[:500])
+            message = getattr(error, "msg", None) or str(error)
+            report.update(kind="syntax_error", error_type=type(error).__name__, error_message=message[:500])
             report["error_line"] = getattr(error, "lineno", None)
             return
+        lines = [line + "\\n" for line in text.replace("\\r\\n", "\\n").replace("\\r", "\\n").split("\\n")]
+        linecache.cache[name] = linecache.cache["main.py"] = (len(text), None, lines, name)
         try:
             exec(code, names)
             value = None if tail is None else eval(tail, names)
-            report["echo"] = "" if value is None else short(repr(value))
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                report.update(kind="exception", error_type="SystemExit", error_message=str(error)[:500])
+            report["echo"] = "" if value is None else short(repr(value), report)
         except BaseException as error:
-            kind = "memory_limit" if isinstance(error, MemoryError) else "exception"
-            report.update(kind=kind, error_type=type(error).__name__, error_message=str(error)[:500])
+            if isinstance(error, SystemExit) and status(error.code) == 0:
+                return
+            failed(report, "memory_limit" if isinstance(error, MemoryError) else "exception", error)
             step = error.__traceback__
             while step is not None:
-                if step.tb_frame.f_code.co_filename == "<program>":
+                if step.tb_frame.f_code.co_filename == name:
                     report["error_line"] = step.tb_lineno
                 step = step.tb_next
-    for earlier, seed in cells[:-1]:
-        seeded(seed)
+    seeded(cells[0][1])
+    for number, (earlier, _) in enumerate(cells[:-1]):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            run(earlier, {{}})
-    text, seed = cells[-1]
-    seeded(seed)
-    run(text, said)
+            run("<cell %d>" % (number + 1), earlier, {{}})
+    run("<program>" if len(cells) == 1 else "<cell %d>" % len(cells), cells[-1][0], said)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -129,7 +170,8 @@ def take_trailer(stderr: str, nonce: str, keep: int) -> tuple[str, ProgramOutcom
     try:
         trailer = json.loads(rest.split("\n", 1)[0])
     except ValueError:
-        return head, ProgramOutcome("ok")  # the service cut it; a program that failed has another exit code
+        # The service cut it. A program that failed has another exit code.
+        return head, ProgramOutcome("ok", truncated=True)
     except RecursionError:
         return head, None
     with contextlib.suppress(ValueError):
@@ -144,12 +186,13 @@ def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
     fields: dict[str, Any] = {
         "stdout": cut(run.stdout, keep), "stderr": cut(stderr, keep), "wall_ms": 1000 * run.seconds,
         "stdout_bytes": len(run.stdout.encode(errors="replace")), "stderr_bytes": len(stderr.encode(errors="replace")),
-        "exit_code": code, "isolation": "remote",
+        "truncated": max(len(run.stdout), len(stderr)) > keep, "exit_code": code, "isolation": "remote",
     }  # fmt: skip
     if run.timed_out:
         return ToolResult("timeout", limit_hit="wall", **fields)
     if report is not None and (report.kind == "ok") == (not run.failed):
         fields |= {name: getattr(report, name) for name in ("echo", "error_type", "error_message", "error_line")}
+        fields["truncated"] = fields["truncated"] or report.truncated
         return ToolResult(report.kind, **fields)
     signal = -code if code is not None and code < 0 else code - 128 if code is not None and code > 128 else None
     if signal is not None:
@@ -460,7 +503,8 @@ class CodeJudgeExecutor(HttpExecutor):
         result = result_of(run, nonce, self.config)
         # The service cuts long output, and the trailer with it; then only its own verdict is left.
         if not run.timed_out and not run.failed and nonce not in run.stderr and len(run.stderr) > 500:
-            return ToolResult("ok", stdout=result.stdout, stderr=result.stderr, wall_ms=result.wall_ms)
+            texts = {"stdout": result.stdout, "stderr": result.stderr}
+            return ToolResult("ok", **texts, truncated=True, wall_ms=result.wall_ms)
         return result
 
     def _answer_to(self, submission: JudgeRequest, timeout_s: float) -> Any:

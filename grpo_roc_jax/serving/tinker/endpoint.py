@@ -833,6 +833,8 @@ class TinkerEndpoint:
         self._sampled += 1
         seed = (request.seed if request.seed is not None else self._sampled) % PLACES
         gathered.begin(seed)
+        if not request.max_tokens:
+            return pending
         job = SampleJob(
             request.prompt, request.max_tokens, gathered.report, request.count, request.temperature, seed, 0,
             request.stop_ids, stop_finder(base.tokenizer, request.stops), steering=request.steering(),

@@ -32,6 +32,7 @@ class SampleRequest:
     prompt: np.ndarray
     count: int
     max_tokens: int
+    """0 for a prompt that fills the context and is scored alone."""
     temperature: float
     drawing: DrawSettings
     seed: int | None
@@ -93,12 +94,15 @@ def read_sample_request(
         numbers[name] = field_of(body, name, int, 0)
         if not 0 <= numbers[name] <= min(MOST_TOP, vocab_size):
             raise RequestRefused(f"{name} = {numbers[name]}; must be 0 to {min(MOST_TOP, vocab_size)}", name)
-    max_tokens = _max_tokens(params, P, context, reserved)
+    given = field_of(body, "target_prompt_logprobs", dict)
+    scored = field_of(body, "prompt_logprobs", bool, False)
+    of_prompt = scored or given is not None or numbers["topk_prompt_logprobs"] > 0 or numbers["prompt_alt_tokens_k"] > 0
+    max_tokens = _max_tokens(params, P, context, reserved, of_prompt=of_prompt)
     last_n = field_of(body, "prompt_logprobs_last_n", int, 0)
     if not 0 <= last_n < max(P, 1):
         raise RequestRefused(f"prompt_logprobs_last_n = {last_n}; must be 1 to {P - 1}, the prompt without its first")
     stop_ids, stops = _stops(params.get("stop"), eos)
-    targets, sparse = _targets(field_of(body, "target_prompt_logprobs", dict), P, vocab_size)
+    targets, sparse = _targets(given, P, vocab_size)
     return SampleRequest(
         prompt=prompt,
         count=count,
@@ -108,7 +112,7 @@ def read_sample_request(
         seed=field_of(params, "seed", int),
         stop_ids=stop_ids,
         stops=stops,
-        prompt_logprobs=field_of(body, "prompt_logprobs", bool, False),
+        prompt_logprobs=scored,
         last_n=last_n,
         topk=numbers["topk_prompt_logprobs"],
         sampled_topk=numbers["topk_sample_logprobs"],
@@ -137,14 +141,14 @@ def _drawing(params: dict[str, Any], vocab_size: int) -> DrawSettings:
     return DrawSettings(top_k=top_k if 0 < top_k < vocab_size else None, top_p=top_p if top_p < 1 else None)
 
 
-def _max_tokens(params: dict[str, Any], P: int, context: int, reserved: int) -> int:
-    """The most tokens of an answer to a prompt of P tokens."""
-    room = context - max(reserved, P)
-    if room < 1:
-        raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
-    most = field_of(params, "max_tokens", int)
+def _max_tokens(params: dict[str, Any], P: int, context: int, reserved: int, *, of_prompt: bool) -> int:
+    """The most tokens of an answer to a prompt of P tokens. Clients that only score a prompt ask for one token, but a
+    prompt that fills the context is scored without it."""
+    room, most = context - max(reserved, P), field_of(params, "max_tokens", int)
     if most is not None and most < 1:
         raise RequestRefused(f"max_tokens = {most}; must be at least 1", "max_tokens")
+    if room < (0 if of_prompt and most == 1 else 1):
+        raise RequestRefused(f"a prompt of {P} tokens leaves no room in a context of {context}; raise --context")
     return room if most is None else min(most, room)
 
 
@@ -161,6 +165,13 @@ def _stops(stop: Any, eos: frozenset[int]) -> tuple[frozenset[int], tuple[str, .
     return frozenset(ids), tuple(texts)
 
 
+def _checked_width(width: int) -> int:
+    if not 1 <= width <= MOST_TOP:
+        name = "target_prompt_logprobs"
+        raise RequestRefused(f"{name} has {width} ids at a position; must be 1 to {MOST_TOP}", name)
+    return width
+
+
 def _targets(given: dict[str, Any] | None, P: int, vocab_size: int) -> tuple[np.ndarray | None, Sparse | None]:
     """(ids [P-1,K] with -1 where there is none, the places of a sparse array)."""
     if given is None:
@@ -169,8 +180,12 @@ def _targets(given: dict[str, Any] | None, P: int, vocab_size: int) -> tuple[np.
     try:
         values = np.array(given["data"], np.int64).reshape(-1)
         rows, width = given["shape"]
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in (rows, width)):
+            raise ValueError(f"its shape is {rows!r:.40}, {width!r:.40}")
+        if rows != P - 1:
+            raise RequestRefused(f"{name} has {rows} rows; must be {P - 1}, the prompt without its first token", name)
         if given.get("sparse_crow_indices") is None:
-            table, sparse = values.reshape(rows, width), None
+            table, sparse = values.reshape(rows, _checked_width(width)), None
         else:
             crow, col = (np.array(given[f"sparse_{part}_indices"], np.int64) for part in ("crow", "col"))
             sizes = np.diff(crow)
@@ -178,15 +193,11 @@ def _targets(given: dict[str, Any] | None, P: int, vocab_size: int) -> tuple[np.
                 raise ValueError("its indices do not fit its values")
             if (sizes < 0).any() or (len(col) and not (col.min() >= 0 and col.max() < width)):
                 raise ValueError("its indices are out of range")
-            table = np.full((rows, max(int(sizes.max(initial=0)), 1)), -1, np.int64)
+            table = np.full((rows, _checked_width(max(int(sizes.max(initial=0)), 1))), -1, np.int64)
             table[np.arange(table.shape[1]) < sizes[:, None]] = values
             sparse = Sparse((rows, width), crow, col)
     except (KeyError, *wrong) as error:
         raise RequestRefused(f"{name} is no int64 array of two dimensions: {error}", name) from None
-    if rows != P - 1:
-        raise RequestRefused(f"{name} has {rows} rows; must be {P - 1}, the prompt without its first token", name)
-    if not 1 <= table.shape[1] <= MOST_TOP:
-        raise RequestRefused(f"{name} has {table.shape[1]} ids at a position; must be 1 to {MOST_TOP}", name)
     if table.size and (table.min() < -1 or table.max() >= vocab_size):
         raise RequestRefused(
             f"{name} has ids from {table.min()} to {table.max()}; must be -1 to {vocab_size - 1}", name
@@ -256,7 +267,10 @@ class Gathered:
         self.parts, self.cached = request.count + request.of_prompt, 0
 
     def begin(self, seed: int) -> None:
-        """Has computed what the result says about the prompt."""
+        """Has computed what the result says about the prompt. An answer without room is empty."""
+        if not self.request.max_tokens:
+            for sample in range(self.request.count):
+                self._answered(sample, SampledSequence(np.zeros(0, np.int32), np.zeros(0, np.float32), False))
         if self.request.of_prompt:
             self._compute(lambda: of_prompt(self.request, self._read, seed), self._of_prompt)
 

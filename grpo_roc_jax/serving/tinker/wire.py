@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ MESSAGES: dict[str, dict[int, str]] = {
 """Message -> number: type and name of a field. `*` repeated, `?` present or absent, `map:` from strings."""
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 BFLOAT16 = 4
-MOST_CELLS = 1 << 24
-"""Cells of a sparse array."""
+MOST_CELLS = 1 << 25
+"""Cells of the sparse arrays of a request together."""
 STOP, LENGTH = 0, 1
 """Reasons why an answer ended."""
 
@@ -126,6 +127,15 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         raise RequestRefused(f"the body is no forward_backward message ({error}); send it as protobuf") from None
     if request.seq_id < 1:
         raise RequestRefused(f"seq_id is {request.seq_id}; must be at least 1", "seq_id")
+    cells = 0
+    for i, datum in enumerate(request.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            cells += abs(prod(tensor.shape)) if tensor.HasField("sparse") else 0
+            if cells > MOST_CELLS:
+                raise RequestRefused(
+                    f"datum {i}, {name}: the sparse arrays have {cells} cells up to here; must be at most {MOST_CELLS} "
+                    "in a request: send fewer data at a time"
+                )
     config: dict[str, float | str] = dict(request.loss_fn_config)
     for name, value in request.loss_fn_config_v2.items():
         config[name] = value.number if value.HasField("number") else value.text
@@ -176,8 +186,8 @@ def _tensor(name: str, tensor: Any) -> np.ndarray:
         counts = np.diff(starts)
         if not (rows + 1 == len(starts) and starts[0] == 0 and (counts >= 0).all()):
             raise ValueError("its row starts do not fit")
-        if not starts[-1] == len(columns) == len(given) or not (width >= 0 and rows * width <= MOST_CELLS):
-            raise ValueError(f"its columns do not fit, or it has more than {MOST_CELLS} cells")
+        if not starts[-1] == len(columns) == len(given) or width < 0:
+            raise ValueError("its columns do not fit")
         if len(columns) and not 0 <= columns.min() <= columns.max() < width:
             raise ValueError("a column is out of range")
         filled = np.zeros(shape, given.dtype)

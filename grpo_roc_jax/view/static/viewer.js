@@ -456,6 +456,7 @@ async function rollouts(query, turn) {
   const order = ORDERS[query.get("sort")];
   if (order) items.sort((a, b) => order(b) - order(a));
   holder.append(listLegend(kind, blocks, flat));
+  add(holder, leftOut(blocks));
   if (!items.length) holder.append(nothing(kind, blocks));
   else holder.append(virtual(items, flat ? rolloutRow : groupRow));
 }
@@ -473,6 +474,13 @@ function listLegend(kind, blocks, flat) {
     for (const c of new Set(block.columns.calls.join(""))) if (c !== " ") letters.set(c, block.outcomes[c.charCodeAt(0) - 97]);
   }
   return keyOf([...statuses], flat ? [...new Set(letters.values())] : [], kind === "step");  // groups show no calls
+}
+
+// Lines of the log that cannot be read, such as a cut one.
+function leftOut(blocks) {
+  const damaged = blocks.filter(block => block.unreadable);
+  const where = damaged.slice(0, 5).map(block => `step ${block.step}${shortRun(block.run) && ` of ${shortRun(block.run)}`}, line ${block.unreadable.slice(0, 5).join(" ")}${block.unreadable.length > 5 ? " …" : ""}`);
+  return damaged.length > 0 && el("p", { class: "note" }, `Lines of the log that cannot be read are left out: ${where.join("; ")}${damaged.length > 5 ? "; …" : ""}.`);
 }
 
 function nothing(kind, blocks) {
@@ -852,7 +860,7 @@ async function evaluations(query, turn) {
   });
   const share = value => (100 * value).toFixed(1), gap = value => value === null ? "–" : (value < 0 ? "−" : "+") + Math.abs(100 * value).toFixed(1);
   const name = (run, step) => [shortRun(run), `step ${step}`].filter(Boolean).join(", ");
-  put(el("p", { class: "note" }, "Accuracy in percent, mean over problems; bars and ranges are 95% intervals by a bootstrap over problems."),
+  put(el("p", { class: "note" }, "Accuracy in percent, mean over problems; bars and ranges are 95% intervals by a bootstrap over problems."), leftOut(blocksOf("eval", "")),
     el("div", { class: "charts", "data-columns": columns }, charts),
     found.differences.length > 0 && el("h2", {}, "Differences on the problems of both"), found.differences.length > 0 && el("div", { class: "wide" }, el("table", {},
       el("tr", {}, ["", "less", "difference", "95%", "problems", "both solve", "only the first", "only the second", "neither"].map(n => el("th", {}, n))),

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from grpo_roc_jax.contrib.executors.remote import TimedConnection, take_trailer
+from grpo_roc_jax.contrib.executors.remote import ServiceRun, TimedConnection, result_of, take_trailer, wrap
 from grpo_roc_jax.sandbox.server import make_server
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
@@ -71,9 +71,15 @@ def test_served_answers_have_the_services_form(address: str) -> None:
     assert (answer["run_result"]["return_code"], answer["run_result"]["stdout"]) == (0, "hi\n")
     failed = post(address, {"code": "import sys\nsys.exit(3)"})[1]
     assert (failed["status"], failed["run_result"]["return_code"]) == ("Failed", 3)
-    raised = post(address, {"code": "1/0"})[1]["run_result"]
-    assert raised["return_code"] == 1
-    assert raised["stderr"].endswith("ZeroDivisionError: division by zero\n")
+    for code, status, words in (
+        ("1/0", 1, "ZeroDivisionError: division by zero\n"),
+        ("raise ValueError", 1, "    raise ValueError\nValueError\n"),
+        ("import sys\nsys.exit('no')", 1, "no\n"),
+        ("import sys\nsys.exit(-1)", 255, ""),
+        ("x = 1\nx = = 1", 1, '  File "<program>", line 2\nSyntaxError: invalid syntax\n'),
+    ):
+        ended = post(address, {"code": code})[1]["run_result"]
+        assert (ended["return_code"], ended["stderr"][-len(words) :] if words else ended["stderr"]) == (status, words)
     # The limit of the request is below the time that the program takes, which is below the executor's own limit.
     late = post(address, {"code": "import time; time.sleep(1.5)", "run_timeout": 0.5})[1]
     assert late["run_result"]["status"] == "TimeLimitExceeded"
@@ -85,6 +91,7 @@ def test_served_answers_have_the_services_form(address: str) -> None:
         ([], {}, 400),
         ({"code": "x", "language": "bash"}, {}, 400),
         ({"code": "x", "files": {"a": "b"}}, {}, 400),
+        *(({"code": "x", "run_timeout": wrong}, {}, 400) for wrong in ("3", -1, 0, True, float("nan"))),
         ({"code": "1"}, {"Content-Length": "\u00b2"}, 400),
         ({"code": "1"}, {"Content-Length": "-1"}, 400),
         ({"code": "1"}, {"Content-Length": "9" * 5000}, 413),
@@ -134,10 +141,52 @@ def test_sandbox_fusion_client_details(address: str) -> None:
     long = run_by(SandboxFusion(address), "'x' * 70000", "'é' * 40000", "list(range(15000))")
     assert [result.kind for result in long] == ["ok"] * 3
     assert all("characters omitted" in result.echo and len(result.echo) < 32_000 for result in long)
+    assert all(result.truncated for result in long) and not echo.truncated
+
+
+UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.fail()\nunittest.main()"
+PICKLE = "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A, __file__)"
+STATUS = "import enum, sys\nclass Status(enum.IntEnum): OK = 0\nsys.exit(Status.OK)"
+GROUP = "e = ExceptionGroup('g', [ValueError('a'), ExceptionGroup('h', [KeyError()])])\ne.add_note('b')\nraise e"
+IN_HARNESS = [
+    ([f"print({'+'.join(['1'] * 1500)})"], {"stdout": "1500\n"}),
+    (["+".join(["1"] * 1200)], {"echo": "1200"}),
+    ([UNITTEST], {"kind": "exception", "error_type": "SystemExit"}),
+    ([PICKLE], {"stdout": "True main.py\n"}),
+    (["import inspect\nclass A:\n    x = 1\ninspect.getsource(A)"], {"echo": repr("class A:\n    x = 1\n")}),
+    ([STATUS], {"kind": "ok"}),
+    (["import sys\nsys.exit(256)"], {"kind": "ok"}),
+    (["import sys\nsys.exit(0.0)"], {"kind": "exception"}),
+    ([GROUP], {"error_message": "g (2 sub-exceptions): ValueError: a; KeyError\nb", "error_line": 3}),
+    (["class E(Exception):\n    def __str__(self): 1/0\nraise E"], {"kind": "exception", "error_type": "E"}),
+    (["def f():\n    1/0", "\n\n\nf()"], {"error_line": 4}),
+    (["'x' * 10**6", "1"], {"echo": "1", "truncated": False}),
+    (["import random; random.seed(1)", "random.random()"], {"echo": "0.13436424411240122"}),
+    (["print('x' * 10**6)"], {"truncated": True}),
+]
+
+
+def in_harness(*codes: str) -> ToolResult:
+    """The result of the last of some cells, run by a plain interpreter as a service would."""
+    command = [sys.executable, "-c", wrap([(code, i) for i, code in enumerate(codes)], "1111", 65536)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    run = ServiceRun(done.stdout, done.stderr, timed_out=False, failed=done.returncode != 0, seconds=0.1)
+    return result_of(run, "1111", ToolsConfig(executor=SandboxFusion()))
+
+
+@pytest.mark.parametrize(("codes", "fields"), IN_HARNESS)
+def test_programs_in_the_harness(codes: list[str], fields: dict) -> None:
+    result = in_harness(*codes)
+    assert {name: getattr(result, name) for name in fields} == fields, result
+
+
+def test_what_numpy_draws_is_drawn_again() -> None:
+    draws = [in_harness("import numpy\nx = numpy.random.random()", *["x"] * n).echo for n in (1, 2)]
+    assert draws[0] == draws[1] != ""
 
 
 def test_a_session_keeps_what_its_cells_have_drawn(address: str) -> None:
-    """Each cell has its own seed, under which it is run again for later cells."""
+    """It is run again for later cells, under the seed of the first one."""
     service = SandboxFusion(address)
     codes = ["import random, numpy\nx = random.random(), numpy.random.random()\nx", "x", "x"]
     with make_executor(ToolsConfig(executor=service, wall_s=2.0)) as made:

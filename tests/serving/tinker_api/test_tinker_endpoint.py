@@ -16,7 +16,7 @@ import pytest
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.serving.tinker.journal import Journal, LoggedCall
 from grpo_roc_jax.serving.tinker.store import About, CheckpointPath, Store
-from tests.helpers.tinker_server import OTHER, ROW, batch, classes, datum, encoded, served, tokens_of
+from tests.helpers.tinker_server import OTHER, ROLLOUT, ROW, batch, classes, datum, encoded, served, tokens_of
 from tests.helpers.tinker_server import client as client  # a fixture
 
 
@@ -160,6 +160,21 @@ def test_sampled_log_probabilities_are_those_of_training(client):
     top = np.frombuffer(response.topk_prompt_logprobs.logprobs, "<f4").reshape(4, 2)
     assert (top[0] == -99999).all() and (top[1:, 0] >= known[1:] - 1e-5).all() and (top[1:, 0] >= top[1:, 1]).all()
     assert [sequence.stop_reason for sequence in response.sequences] == [1, 1]
+
+
+def test_a_sequence_that_fills_the_context_is_scored(client):
+    """As recipes score what was sampled: they ask for one more token, for which there is no room."""
+    session, prompt = client.sampler(client.model(client.session()), 1), [*range(100, 200)]
+    sampled = client.sample(session, 0, prompt, count=1, params={"max_tokens": 500})
+    text, one = [*prompt, *tokens_of(sampled)[0]], {"max_tokens": 1}
+    assert len(text) == ROLLOUT.max_row_tokens
+    scored = client.sample(session, 1, text, prompt_logprobs=True, params=one)
+    assert tokens_of(scored) == [[], []] and [sequence.stop_reason for sequence in scored.sequences] == [1, 1]
+    known, drawn = (np.frombuffer(part, "<f4") for part in (scored.prompt_logprobs, sampled.sequences[0].logprobs))
+    np.testing.assert_allclose(known[len(prompt) :], drawn, atol=1e-4)
+    body = {"sampling_session_id": session, "seq_id": 2, "prompt": encoded(*text)}
+    for fields in ({"sampling_params": one}, {"prompt_logprobs": True, "sampling_params": {"max_tokens": 2}}):
+        assert "leaves no room" in client.refused(400, "asample", body | fields)
 
 
 def test_a_stop_token_ends_the_answer_and_belongs_to_it(client):

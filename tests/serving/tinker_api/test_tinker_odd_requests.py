@@ -12,6 +12,13 @@ from tests.helpers.tinker_server import ROW, batch, classes, encoded, tokens_of
 from tests.helpers.tinker_server import client as client  # a fixture
 
 HUGE = 10**400
+MANY = 200_000
+"""Rows; a table with as many columns fits in no memory."""
+
+
+def sparse(shape, crow):
+    ids = [1] * crow[-1]
+    return {"data": ids, "shape": shape, "sparse_crow_indices": crow, "sparse_col_indices": ids}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +74,9 @@ ODD = [
     ("asample", {"prompt": encoded(1, 2), "topk_prompt_logprobs": 10**6}, "topk_prompt_logprobs"),
     ("asample", {"prompt": encoded(1, 2), "target_prompt_logprobs": {"data": [1], "shape": [10**12, 1]}}, "target"),
     ("asample", {"prompt": encoded(1, 2), "target_prompt_logprobs": {"data": ["x"], "shape": [1, 1]}}, "target"),
+    ("asample", {"prompt": encoded(1, 2), "target_prompt_logprobs": sparse([MANY, 9], [0] * MANY + [MANY])}, "rows"),
+    ("asample", {"prompt": encoded(1, 2), "target_prompt_logprobs": sparse([1, MANY], [0, MANY])}, "at a position"),
+    ("asample", {"prompt": encoded(1, 2), "target_prompt_logprobs": sparse([1, 10**30], [0, 1])}, "target"),
     ("get_info", {"model_id": "../.."}, "no model"),
     ("get_info", {"model_id": 5}, "model_id is int"),
     ("weights_info", {"tinker_path": "tinker://a/journal/1"}, "must be tinker://"),
@@ -115,6 +125,19 @@ def test_a_sparse_array_that_does_not_fit_itself_is_refused(client, shape, crow,
     tensor.sparse.values = np.array([1.0], "<f4").tobytes()
     tensor.sparse.crow, tensor.sparse.col = (np.array(part, "<i8").tobytes() for part in (crow, col))
     assert "weights" in client.refused(400, "forward_backward", request.SerializeToString())
+
+
+def test_sparse_arrays_are_bounded_together(client):
+    request = classes()["Request"](model_id="none", seq_id=1, loss_fn="cross_entropy")
+    for _ in range(3):
+        datum = request.data.add()
+        datum.model_input.add().text.tokens = np.array([3], "<i4").tobytes()
+        tensor = datum.loss_fn_inputs["weights"]
+        tensor.dtype = 1
+        tensor.shape.extend([1, 1 << 24])
+        tensor.sparse.values = np.array([1.0], "<f4").tobytes()
+        tensor.sparse.crow, tensor.sparse.col = (np.array(part, "<i8").tobytes() for part in ([0, 1], [0]))
+    assert "datum 2, weights: the sparse arrays" in client.refused(400, "forward_backward", request.SerializeToString())
 
 
 def test_ids_of_half_a_number_are_refused(client):
