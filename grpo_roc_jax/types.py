@@ -224,7 +224,6 @@ class Trajectory:
         checks.set_arrays(self, ARRAYS, ("routes",), frozen=True)
         checks.check_count("Trajectory.prompt_length", self.prompt_length, 0, self.length)
         checks.check_parts("Trajectory.parts", self.parts, self.length)
-        checks.check_masked("Trajectory.logprobs", self.logprobs, self.policy_mask, np.isnan, "a number")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrays that come from another process are writable until they are restored here."""
@@ -383,7 +382,7 @@ class TrainRow:
             raise ValueError("a training row has no tokens; leave empty trajectories out of the group")
         checks.check_parts("TrainRow.parts", self.parts, self.length)
         checks.check_range("TrainRow.ratio_segments", self.ratio_segments, 0, self.length - 1)
-        for name in ("logprobs_old", "advantages", "weights", "logprobs_ref"):
+        for name in ("advantages", "weights"):  # log-probabilities of a policy that diverged: the update is skipped
             checks.check_masked(f"TrainRow.{name}", getattr(self, name), self.policy_mask)
         checks.check_masked("TrainRow.weights", self.weights, self.policy_mask, checks.negative, "at least 0")
         begins = np.cumsum((0, *self.parts[:-1]))

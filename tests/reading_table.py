@@ -75,7 +75,7 @@ def imports_of(name: str, room: str = "") -> list[str]:
 
 def loss_files() -> list[str]:
     """What answers where the loss is: the page that states it, and the modules with logic that it imports."""
-    return ["method/reference.py", *(name for name in imports_of("method/reference.py") if name != "shapes.py")]
+    return ["method/reference.py", *sorted({*imports_of("method/reference.py")} - {"checks.py", "shapes.py"})]
 
 
 def kl_files() -> list[str]:

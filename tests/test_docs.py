@@ -1,7 +1,9 @@
 """The documentation: every link and anchor exists, pictures and generated pages are current, its code runs."""
 
+import ast
 import builtins
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+import grpo_roc_jax
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.roc import error_penalty, format_penalty, quota
 from grpo_roc_jax.settings.layers import known_keys
@@ -147,6 +150,18 @@ def test_every_picture_of_a_page_has_a_record():
 def test_the_generated_pages_are_current(name):
     content = script("reference").PAGES[name]()
     assert (DOCS / name).read_text(encoding="utf-8") == content, "run `python docs/reference.py`"
+
+
+def test_the_page_on_python_says_what_is_passed_by_name():
+    page, calls = (DOCS / "api.md").read_text(encoding="utf-8"), 0
+    for name in grpo_roc_jax.__all__[1:]:
+        for shown in re.findall(rf"```python\n({name}\(.*?\))\n```", page, re.DOTALL):
+            written = ast.parse(f"def {shown.replace('=...', '=None')}: pass").body[0].args
+            given = inspect.signature(getattr(grpo_roc_jax, name)).parameters.values()
+            named = [parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY]
+            assert [argument.arg for argument in written.kwonlyargs] == named, name
+            calls += 1
+    assert calls > 20
 
 
 def test_the_menu_names_every_page_once():

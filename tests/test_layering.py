@@ -25,12 +25,12 @@ ROOMS: dict[str, str] = {
     "settings": "hints",
     "process": "hints settings",
     "gguf_files": "",
-    "text": "types settings gguf_files",
-    "tools": "sandbox types settings process",
+    "text": "checks types settings gguf_files",
+    "tools": "checks sandbox types settings process",
     "environments": "sandbox types settings process tools",
     "data": "types settings process text tools environments",
     "worlds": "sandbox types hints settings text tools environments data",
-    "reward": "sandbox types hints settings process tools",
+    "reward": "checks sandbox types hints settings process tools",
     "model": "shapes settings process gguf_files",
     "method": "checks types shapes settings",
     "engine": "checks types shapes settings process model",
@@ -41,8 +41,8 @@ ROOMS: dict[str, str] = {
     "pod": "settings process",
     "serving": "sandbox types shapes settings process text tools environments model method engine rollout learner",
     "config": "settings text data worlds tools environments reward model method engine rollout learner record pod",
-    "run": "sandbox types shapes settings process gguf_files text data worlds tools environments reward model method "
-    "engine rollout learner record pod serving config",
+    "run": "checks sandbox types shapes settings process gguf_files text data worlds tools environments reward model "
+    "method engine rollout learner record pod serving config",
     "stream": "types settings process tools reward model method engine rollout pod config run",
     "planner": "types shapes settings process text data tools reward model method engine rollout learner record pod "
     "config run stream",

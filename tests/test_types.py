@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import grpo_roc_jax as g
 from grpo_roc_jax.engine.protocol import RunOptions
 from grpo_roc_jax.types import ARRAYS, TRAIN_ROW_FIELDS, Group, Problem, ToolResult, TrainRow, Trajectory, Turn, Verdict
 
@@ -14,10 +15,8 @@ TRAJECTORY = Trajectory([7, 8, 9], [False, True, True], [0, -0.5, -1], [-1, 3, 3
 ROW = TrainRow([7, 8, 9], [0, 1, 1], [0, -0.5, -1], [0, 1, 1], [0, 0.5, 0.5], [0, 0, 0], [0.0] * 3)
 VERDICT = Verdict(1.0, "correct", "1", 1, 0, 1, True, 1)
 ON_THE_MASK = {
-    "logprobs_old": (np.nan, np.inf, -np.inf),
     "advantages": (np.nan, np.inf, -np.inf),
     "weights": (np.nan, np.inf, -0.5),
-    "logprobs_ref": (np.nan, np.inf),
 }
 """Values of a training row that no loss can be computed of."""
 
@@ -57,7 +56,6 @@ def test_off_the_mask_nothing_is_read():
     for name, wrong in ON_THE_MASK.items():
         for value in wrong:
             assert len(getattr(changed(ROW, **{name: [value, 1, 1]}), name)) == 3
-    assert np.isnan(changed(TRAJECTORY, logprobs=[np.nan, -1, -1]).logprobs[0])
     scoring = changed(ROW, policy_mask=[True] * 3, weights=[0] * 3)
     assert scoring.policy_mask.all(), "a row that is only scored trains no first token"
 
@@ -90,7 +88,6 @@ def test_rewards_by_turn_are_one_for_each_turn(turn_rewards):
         (lambda: changed(TRAJECTORY, prompt_length=1.5), "prompt_length = 1.5; must be a whole number"),
         (lambda: changed(TRAJECTORY, parts=(1, 1)), r"parts = \(1, 1\); must be lengths that add up to the 3 tokens"),
         (lambda: changed(TRAJECTORY, condition="hint:2"), r"condition is 'hint:2' \(str\); must be a Condition"),
-        (lambda: changed(TRAJECTORY, logprobs=[0, np.nan, 0]), "logprobs has nan at token 1, .*; must be a number"),
         (lambda: changed(ROW, marked=[True]), "a TrainRow got lengths .*'marked': 1"),
         (lambda: changed(ROW, parts=(0, 3)), r"parts = \(0, 3\); must be lengths"),
         (lambda: changed(ROW, policy_mask=[1, 1, 1], weights=[0.5] * 3), "holds a first token, which has no log-prob"),
@@ -111,3 +108,17 @@ def test_rewards_by_turn_are_one_for_each_turn(turn_rewards):
 def test_what_no_stage_could_use_is_refused(make, words):
     with pytest.raises((ValueError, TypeError), match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: g.make_parts("toy.yaml").__enter__(), r"config is 'toy.yaml' \(str\); must be a Config"),
+        (lambda: g.load_tokenizer("toy"), r"config is 'toy' \(str\); must be a TextConfig"),
+        (lambda: g.make_executor(g.RewardConfig()), "config is of type RewardConfig; must be a ToolsConfig"),
+        (lambda: g.final_answer("text"), r"trajectory is 'text' \(str\); must be a Trajectory"),
+    ],
+)
+def test_public_functions_say_what_they_take(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()

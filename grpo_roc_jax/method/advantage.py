@@ -359,9 +359,7 @@ class PassAtK(Estimator):
         return np.where(correct, (1 - mean) / scale, failure / scale)
 
 
-# ---- several reward channels: MO-GRPO, GDPO -------------------------------------------------------------------------
-# Several reward channels, each through its own baseline and scale: MO-GRPO and GDPO.
-#
+# ---- several reward channels, each through its own baseline and scale: MO-GRPO, GDPO --------------------------------
 # Sources: arXiv:2509.22047 (MO-GRPO), arXiv:2601.05242 (GDPO, which standardizes the sum over the batch).
 
 
@@ -425,9 +423,7 @@ class Channels(Estimator):
         return [(a - values.mean()) / (deviation(values) + self.eps) for a in advantages]
 
 
-# ---- GiGPO ----------------------------------------------------------------------------------------------------------
-# GiGPO: turns compared with the turns of the same problem that were taken in the same state.
-#
+# ---- GiGPO: turns compared with those of the same problem that were taken in the same state -------------------------
 # Source: arXiv:2505.10978, which groups by the observation before an action. The output of a Python tool does not show
 # the variables of the interpreter, so here the state before a turn is all calls and observations so far. Interpreters
 # in the same state agree in everything but values that no call has printed, such as random numbers.
@@ -509,9 +505,7 @@ def _state_items(turn: Turn, state: State) -> list:
     return [calls if state == "calls" else [], [*(result.observation for result in turn.results), turn.reply]]
 
 
-# ---- a bonus for entropy --------------------------------------------------------------------------------------------
-# A bonus for the policy's entropy, with a coefficient that holds entropy near a target.
-#
+# ---- a bonus for the policy's entropy, with a coefficient that holds it near a target -------------------------------
 # Source: Skywork-OR1, arXiv:2505.22312. The entropy in the loss is that of the full vocabulary under the current
 # parameters, with the normalizer of the loss. The controller sees the mean of -log p over the tokens that the policy
 # sampled for the step.

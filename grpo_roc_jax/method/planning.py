@@ -335,8 +335,7 @@ def hand_out(problems: int, extra: int, low: int, high: int, gain: Callable[[int
     return counts
 
 
-# ---- RC-GRPO --------------------------------------------------------------------------------------------------------
-# RC-GRPO: rollouts conditioned on reward tokens. Source: arXiv:2602.03025.
+# ---- RC-GRPO: rollouts conditioned on reward tokens (arXiv:2602.03025) ----------------------------------------------
 
 
 HIGH, LOW = Condition(condition_kind("high_reward")), Condition(condition_kind("low_reward"))

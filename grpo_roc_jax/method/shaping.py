@@ -126,8 +126,7 @@ def channel(features: Features, name: str, reader: str) -> np.ndarray:
     return np.nan_to_num(features.channels[name])
 
 
-# ---- overlong responses (DAPO) --------------------------------------------------------------------------------------
-# DAPO's soft penalty for responses that come near the token budget. Source: arXiv:2503.14476, eq. 13.
+# ---- DAPO's soft penalty for responses near the token budget (arXiv:2503.14476, eq. 13) -----------------------------
 
 
 @kind("overlong")
@@ -148,8 +147,7 @@ class Overlong(Shaping):
         return rewards + np.clip(left / self.buffer, -1.0, 0.0)
 
 
-# ---- tool errors in the reward --------------------------------------------------------------------------------------
-# The penalty in the reward that resampling on correct does without (a control arm).
+# ---- the penalty in the reward that resampling on correct does without (a control arm) ------------------------------
 
 
 @kind("tool_errors")

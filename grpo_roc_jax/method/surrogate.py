@@ -320,9 +320,7 @@ class Geometric(Clip):
         return -jnp.exp(logratio) * advantages
 
 
-# ---- DPPO -----------------------------------------------------------------------------------------------------------
-# DPPO: what bounds a token is the divergence of the two policies instead of their ratio. Source: arXiv:2602.04879.
-#
+# ---- DPPO: the divergence of the two policies bounds a token, not their ratio (arXiv:2602.04879) --------------------
 # The divergences are the binary ones of the paper, which see the sampled token against all others, from its
 # probability under both policies. Its top-k forms need further probabilities of the sampling policy, which are not
 # recorded.
@@ -375,9 +373,7 @@ def binary_kl(old: Array, now: Array) -> Array:
     return jnp.exp(old) * (old - now) - jnp.expm1(old) * others
 
 
-# ---- Clip-Cov and KL-Cov --------------------------------------------------------------------------------------------
-# Clip-Cov and KL-Cov: the few tokens that drive the fall of entropy are left out or held back. arXiv:2505.22617.
-#
+# ---- Clip-Cov, KL-Cov: few tokens, which drive the fall of entropy, are held back (arXiv:2505.22617) ----------------
 # Entropy falls by the covariance of log-probability and advantage, cov_t = (A_t - mean A)(l_t - mean l) over the
 # tokens of the optimizer step, which few tokens make up. It is computed with the policy right before each step.
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_roc_jax.checks import expect
 from grpo_roc_jax.types import Trajectory
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -41,6 +42,7 @@ def final_answer(trajectory: Trajectory, *, tag: str = "answer", lenient: bool =
         tag: See `find_answer`.
         lenient: See `find_answer`.
     """
+    expect(trajectory, Trajectory, "trajectory", "a Trajectory; the answer in texts is find_answer([text]).answer")
     return find_answer([turn.text for turn in trajectory.turns], tag=tag, lenient=lenient).answer
 
 

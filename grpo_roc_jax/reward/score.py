@@ -216,8 +216,11 @@ class Scorer:
         values have no finite sum."""
         if not applies(pays):
             return unscored_by(pays)
-        verdict = self._verdict(trajectory, answer, status, pays)
-        return verdict if math.isfinite(verdict.reward) else [name for name, pay in pays.items() if pay is not None]
+        weights = self.config.weights
+        paid = {name: sum(pay) if isinstance(pay, tuple) else pay for name, pay in pays.items() if pay is not None}
+        if not math.isfinite(sum(weights[name] * value for name, value in paid.items())):
+            return list(paid)
+        return self._verdict(trajectory, answer, status, pays)
 
     def _verdict(
         self, trajectory: Trajectory, answer: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from grpo_roc_jax import checks
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import split_name
 from grpo_roc_jax.engine.engine import Engine, make_engine
@@ -100,6 +101,7 @@ def make_parts(
         ConfigError: Parts do not fit each other (vocabulary, mesh, slots), weights cannot be read, a reward function
             cannot be used, or an executor does not start.
     """
+    checks.expect(config, Config, "config", "a Config, such as read_config('toy.yaml')")
     refuse_hidden(config)
     keep_programs()
     processes = processes or Processes()

@@ -134,7 +134,7 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     what, passing = "function", "functions={name: ...}"
     if setting.startswith("environment."):
         what, passing = "class", "environment=..."
-    hint = f"write package.module:{what} or file.py:{what}, or pass the {what}: train(config, {passing})"
+    hint = f"write package.module:{what} or file.py:{what}, or pass the {what} to train_policy(config, {passing})"
     try:
         holder = import_file(module) if separator else None
     except ImportError as error:

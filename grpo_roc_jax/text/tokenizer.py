@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
+from grpo_roc_jax.checks import expect
 from grpo_roc_jax.gguf_files.folder import is_gguf, open_gguf
 from grpo_roc_jax.settings.files import read_json_object, read_text
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
@@ -428,6 +429,7 @@ def load_tokenizer(config: TextConfig, rows: int = 0) -> Tokenizer:
         ValueError: The path is not a tokenizer, the tokenizer names no end token, or the embedding lacks the row of a
             token that is needed.
     """
+    expect(config, TextConfig, "config", "a TextConfig, such as config.text")
     source = config.tokenizer
     if source.kind == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from grpo_roc_jax.checks import expect
 from grpo_roc_jax.process.points import reach
 from grpo_roc_jax.sandbox._messages import ExecutorSettings, ProgramLimits
 from grpo_roc_jax.sandbox.base import ProgramExecutor, cut
@@ -124,9 +125,8 @@ def make_executor(config: ToolsConfig, registry: Registry | None = None) -> Tool
 
     Raises:
         ValueError: its settings are not usable.
-        TypeError: `registry` is no `Registry`.
+        TypeError: `config` is another section, or `registry` is no `Registry`.
     """
-    if not isinstance(registry, Registry | None):
-        got = f"{registry!r:.80} ({type(registry).__name__})"
-        raise TypeError(f"registry is {got}; must be a Registry: registry = Registry(), then registry.add(function)")
+    expect(config, ToolsConfig, "config", "a ToolsConfig, such as config.tools")
+    expect(registry, Registry | None, "registry", "a Registry: registry = Registry(), then registry.add(function)")
     return executor_class(config.executor.kind)(config, registry)

@@ -38,7 +38,7 @@ from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main
-from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Turn
+from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory, Turn
 from tests.helpers.samples import make_group
 
 TOKENIZER = load_tokenizer(TextConfig(tokenizer="bytes"))
@@ -125,10 +125,9 @@ def test_left_out_is_what_the_groups_do_not_hold():
 @pytest.mark.parametrize("text", ["think</reason><tool_call>", "think", "</reason>x", ""])
 def test_thought_length(text):
     ids = np.asarray(CHAT.raw_ids(text), np.int32)
-    group: Group = make_group(0, 1)
     tokens = np.concatenate([[1, 2], ids]).astype(np.int32)
     turns = (Turn(2, len(tokens), text),)
-    trajectory = replace(group.trajectories[0], tokens=tokens, turns=turns)
+    trajectory = Trajectory(tokens, tokens < 0, tokens * 0.0, tokens * 0 - 1, 2, turns, "answer", 0)
     assert thought_length(trajectory, TOKENIZER) == len(text.partition("</reason>")[0])
 
 
