@@ -143,9 +143,9 @@ def _scorer(path: str) -> Scorer:
 
 def _trajectory(sample: int, texts: list[str], stop: StopReason, result: str = "") -> Trajectory:
     call = ToolCall("python", {"code": "1/0"}, "{}")
-    turns = [Turn(4 * i, 4 * i + 4, text) for i, text in enumerate(texts)]
+    turns = [Turn(1 + 4 * i, 5 + 4 * i, text) for i, text in enumerate(texts)]
     if result:
-        turns[0] = Turn(0, 4, texts[0], (call,), (ToolResult(result, error_type="ZeroDivisionError"),))
-    n = 4 * len(turns)
-    tokens, mask, logprobs = np.arange(n, dtype=np.int32), np.ones(n, bool), np.full(n, -1.0, np.float32)
-    return Trajectory(tokens, mask, logprobs, np.zeros(n, np.int32), 0, tuple(turns), stop, sample)
+        turns[0] = Turn(1, 5, texts[0], (call,), (ToolResult(result, error_type="ZeroDivisionError"),))
+    n = 1 + 4 * len(turns)  # one of them is the prompt
+    mask = np.arange(n) > 0
+    return Trajectory(np.arange(n), mask, -1.0 * mask, mask - 1, 1, tuple(turns), stop, sample)

@@ -89,7 +89,7 @@ def test_builtin():
 
 
 def test_custom(folder, capsys):
-    assert check_reward("mine:lengths")[3] == "failing tool call  reward 8 (correct)"
+    assert check_reward("mine:lengths")[3] == "failing tool call  reward 9 (correct)"
     assert main(["mine:lengths"]) == 0 and "the same reward" not in capsys.readouterr().out
     assert main([f"{folder}/mine.py:same"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("all that were not cut get the same reward: ")

@@ -1,5 +1,6 @@
 """Programs end as in a plain interpreter, and what it does not show is in the result."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,11 +90,16 @@ def run(executor: BaseExecutor, *codes: str, seed: int = 0) -> list[ToolResult]:
     )
 
 
+def interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_output_and_status_are_those_of_a_plain_interpreter(executor: BaseExecutor, tmp_path: Path) -> None:
     def plain(name: str) -> tuple[str, bool]:
         file = tmp_path / f"{name}.py"
         file.write_text(AS_PLAIN[name], encoding="utf-8")
-        done = subprocess.run([sys.executable, file], capture_output=True, encoding="utf-8")
+        # A test run in the background may ignore SIGINT, and would pass that on.
+        done = subprocess.run([sys.executable, file], capture_output=True, encoding="utf-8", preexec_fn=interruptible)
         return done.stdout, done.returncode == 0
 
     with ThreadPoolExecutor(2) as threads:

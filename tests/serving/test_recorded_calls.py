@@ -78,6 +78,7 @@ def test_parts_of_a_row_are_packed_as_contexts_of_their_own():
     """The layout of three parts is that of three rows, and the row stays whole for what is computed of it."""
     lengths, config = (5, 3, 4), BatchConfig(row_length=16, rows=1)
     (row,) = reference.random_rows([sum(lengths)], vocab=50)
+    row.policy_mask[[0, 5, 8]] = False  # the first token of each part
     batch, placement = pack([dataclasses.replace(row, parts=lengths)], config, 1)
     assert batch.segment_ids[0, 0].tolist() == [1] * 5 + [2] * 3 + [3] * 4 + [0] * 4
     assert batch.positions[0, 0, :12].tolist() == [*range(5), *range(3), *range(4)]
