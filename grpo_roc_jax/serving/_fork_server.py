@@ -4,7 +4,7 @@
 
 The other end of the Unix socket FD sends for each run a JSON line with `number`, `words` (those after `python`),
 `environment`, and the descriptors of standard input, output, error, and the reward. Answers are JSON lines:
-`{"number", "pid"}` when the run has begun, `{"number", "status"}` when it has ended, `{"number", "refused"}` if an
+`{"number", "pid"}` right before the run begins, `{"number", "status"}` when it has ended, `{"number", "refused"}` if an
 import has started a thread, which no fork would have. A run leads a session of its own.
 
 Only installed packages are imported before; each run imports files of the user's itself. Which packages those are, the
@@ -273,17 +273,24 @@ def serve(link):
                 continue
             report = tempfile.TemporaryFile() if preloads.learns else None  # noqa: SIM115 - closed with its run
             gc.freeze()  # no collection of a run touches, and so copies, what is here
+            begin, told = os.pipe()
             pid = os.fork()
             if not pid:
-                for descriptor in (link.fileno(), waking, woken, *descriptors):
+                os.close(told)
+                if not os.read(begin, 1):  # it would be taken for one that never began, and started again
+                    os._exit(1)
+                for descriptor in (begin, link.fileno(), waking, woken, *descriptors):
                     os.close(descriptor)
                 link.detach()
                 runs.clear()
                 return become(request, mine, report)
-            for descriptor in mine:
+            for descriptor in (begin, *mine):
                 os.close(descriptor)
             runs[pid] = Run(request["number"], pid, report)
             tell(number=request["number"], pid=pid)
+            with contextlib.suppress(OSError):  # it was killed
+                os.write(told, b"1")
+            os.close(told)
 
 
 if __name__ == "__main__":
