@@ -49,18 +49,19 @@ def test_the_row_that_is_not_finite_is_named(alarmed_run, tmp_path, capsys):
     _, path = alarmed_run
     with np.load(path) as archive:
         arrays = dict(archive)
-    arrays["0/1/advantages"] = arrays["0/1/advantages"] * np.nan
+    arrays["0/1/logprobs_old"] = arrays["0/1/logprobs_old"] * np.nan
     bad = tmp_path / "bad.npz"
     np.savez(bad, **arrays)
     assert main([str(bad)]) == 0
     out = capsys.readouterr().out
-    assert out.count("NOT FINITE") == 1 and "row 1: NOT FINITE: advantages; loss nan" in out
+    assert out.count("NOT FINITE") == 1 and "row 1: NOT FINITE: logprobs_old; loss nan" in out
 
 
 def test_rows_are_read_back_as_they_were_kept(tmp_path):
     """All that the loss reads; a row of several contexts would else be one long context."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 2, 6).astype(kind) for name, kind in TRAIN_ROW_FIELDS.items()}
+    arrays["policy_mask"][[0, 4]] = False  # the first token of each context
     more = {"marked": arrays["policy_mask"], "routes": rng.integers(0, 4, (6, 2, 1)).astype(np.int16)}
     row = TrainRow(**arrays, **more, temperature=0.5, entropy_coefficient=0.25, parts=(4, 2))
     path = keep_batch(tmp_path, read_config(), 1, [SimpleNamespace(rows=[row], temperature=1.0)], "why")

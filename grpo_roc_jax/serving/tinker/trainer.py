@@ -239,6 +239,8 @@ class Trainer:
                     f"datum {index}: {name} from {ids.min()} to {ids.max()}, but the model has {self.model.vocab_size} "
                     "tokens; use its own tokenizer (get_tokenizer)"
                 )
+        if not np.isfinite(np.asarray(inputs.get("advantages", 0.0), np.float32)).all():
+            raise RequestRefused(f"datum {index}: advantages are not all finite numbers")
         weights = np.asarray(inputs.get("weights", np.ones(N)), np.float32).reshape(N, -1)
         return _Row(datum.tokens, targets.astype(np.int32), weights, inputs, flat=flat)
 

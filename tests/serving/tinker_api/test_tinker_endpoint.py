@@ -278,6 +278,7 @@ def test_data_that_do_not_fit_fail_with_what_to_change(client):
         (batch(name, 2, [datum(*[1] * 200)]), "--context"),
         (batch(name, 3, [ROW], "ppo"), "needs target_tokens, advantages, logprobs"),
         (batch(name, 4, [(ROW[0], {"target_tokens": np.array([1]), "weights": np.ones(1)})]), "must fit"),
+        (batch(name, 5, [(ROW[0], ROW[1] | {"advantages": [np.nan] * 7, "logprobs": [0.0] * 7})], "ppo"), "finite"),
     ]
     for body, remedy in cases:
         assert remedy in client.result(client.send(body))["error"]
