@@ -1,7 +1,8 @@
 """Checks of the values that `types` holds, and of what is passed to the public functions."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -97,7 +98,10 @@ def check_count(name: str, value: Any, low: int, high: int | None = None) -> Non
     Raises:
         ValueError: The message names the bounds.
     """
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    try:
+        whole = not isinstance(value, bool | np.bool_) and operator.index(value) == value
+    except TypeError:
+        whole = False
     if not whole or value < low or (high is not None and value > high):
         bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} = {value!r:.80}; must be a whole number {bounds}")
@@ -171,7 +175,7 @@ def check_parts(name: str, parts: Sequence[int], length: int) -> None:
     Raises:
         ValueError: The message names both.
     """
-    if parts and (min(parts) < 1 or sum(parts) != length):
+    if len(parts) and (min(parts) < 1 or sum(parts) != length):
         raise ValueError(f"{name} = {parts!r:.80}; must be lengths that add up to the {length} tokens")
 
 
@@ -185,30 +189,18 @@ def check_range(name: str, values: np.ndarray, low: float, high: float) -> None:
         raise ValueError(f"{name} spans {values.min()}..{values.max()}; must be in {low}..{high}")
 
 
-def not_finite(values: np.ndarray) -> np.ndarray:
-    return ~np.isfinite(values)
-
-
-def negative(values: np.ndarray) -> np.ndarray:
-    return values < 0
-
-
-def check_masked(
-    name: str,
-    values: np.ndarray,
-    mask: np.ndarray,
-    wrong: Callable[[np.ndarray], np.ndarray] = not_finite,
-    must: str = "finite",
-) -> None:
-    """Refuses values on a mask for which `wrong` is true; off the mask nothing reads them.
+def check_no_negative(name: str, values: np.ndarray, mask: np.ndarray) -> None:
+    """Refuses negative values on a mask; off the mask nothing reads them.
 
     Raises:
-        ValueError: The message names the first one, and what it must be.
+        ValueError: The message names the first one.
     """
-    refused = wrong(values)
+    refused = values < 0
     if refused.any() and (refused := refused & mask).any():
         first = int(refused.argmax())
-        raise ValueError(f"{name} has {values[first]} at token {first}, which the policy mask holds; must be {must}")
+        raise ValueError(
+            f"{name} has {values[first]} at token {first}, which the policy mask holds; must be at least 0"
+        )
 
 
 def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
@@ -254,10 +246,10 @@ def check_scores(name: str, arrays: Sequence[Any] | None, lengths: Sequence[int]
     """
     if arrays is not None and len(arrays) != len(lengths):
         raise ValueError(
-            f"scores has {len(arrays)} arrays for {len(lengths)} trajectories in {name}; pass one each, in order"
+            f"scores.{name} has {len(arrays)} arrays for {len(lengths)} trajectories; pass one each, in order"
         )
-    for index, (array, length) in enumerate(zip(arrays or (), lengths, strict=False)):
-        if array is not None:
+    for index, (array, length) in enumerate(zip(() if arrays is None else arrays, lengths, strict=False)):
+        if array is not None or name != "teacher":  # a teacher may leave out trajectories
             check_shapes((length,), **{f"scores.{name} of trajectory {index}": array})
 
 

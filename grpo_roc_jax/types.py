@@ -310,6 +310,8 @@ class Verdict:
         checks.check_choice("Verdict.status", self.status, VerdictStatus)
         checks.check_number("Verdict.reward", self.reward)
         object.__setattr__(self, "turn_rewards", tuple(self.turn_rewards))
+        for turn, reward in enumerate(self.turn_rewards):
+            checks.check_number(f"Verdict.turn_rewards[{turn}]", reward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,9 +384,8 @@ class TrainRow:
             raise ValueError("a training row has no tokens; leave empty trajectories out of the group")
         checks.check_parts("TrainRow.parts", self.parts, self.length)
         checks.check_range("TrainRow.ratio_segments", self.ratio_segments, 0, self.length - 1)
-        for name in ("advantages", "weights"):  # log-probabilities of a policy that diverged: the update is skipped
-            checks.check_masked(f"TrainRow.{name}", getattr(self, name), self.policy_mask)
-        checks.check_masked("TrainRow.weights", self.weights, self.policy_mask, checks.negative, "at least 0")
+        # What is not finite, as of a policy that diverged, passes: the update is skipped.
+        checks.check_no_negative("TrainRow.weights", self.weights, self.policy_mask)
         begins = np.cumsum((0, *self.parts[:-1]))
         if (self.policy_mask[begins] & (self.weights[begins] != 0)).any():
             raise ValueError("TrainRow.policy_mask holds a first token, which has no log-probability; mask the prompt")

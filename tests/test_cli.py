@@ -302,6 +302,13 @@ def test_what_a_refusal_says(words, message):
     assert refusal(*words.split()) == message
 
 
+def test_a_list_without_a_value_is_named_where_it_was_written(tmp_path):
+    for text, name in (("data:\n  sources:\n", "data.sources"), ("method: {files: null}\n", "method.files")):
+        (tmp_path / "own.yaml").write_text("base: toy.yaml\n" + text)
+        with pytest.raises(cli.ConfigError, match=rf"{name} \(.*own.yaml, line \d\) has no value; write {name}: \["):
+            read_config(tmp_path / "own.yaml")
+
+
 def test_a_value_without_a_name():
     assert refusal("-x", "4") == "'-x' on the command line has no name; write --section.field -x"
     assert "seed = 3 4 (command line): must be one value, got 2" in refusal("seed=3", "4")

@@ -88,7 +88,11 @@ def recorded_groups(run: str, step: int | None) -> list:
     """The groups of a step of a run, before selection.
 
     Raises:
-        ValueError: There is no such run, or it has no trajectories, or none of this step.
+        ValueError: There is no such run, or it has no trajectories, or none of this step that can be read.
     """
     steps = recorded_steps(run, step)
-    return groups_of(read_trace(run, steps[-1] if step is None else step))
+    number = steps[-1] if step is None else step
+    groups = groups_of(read_trace(run, number))
+    if not groups:
+        raise ValueError(f"no trajectory of step {number} of {run} can be read; name another --step")
+    return groups

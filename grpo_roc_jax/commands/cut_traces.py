@@ -17,7 +17,7 @@ import tyro
 from grpo_roc_jax.data.problems import problem_row
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.trace import TraceRecord, read_trace, recorded_steps
-from grpo_roc_jax.settings.files import output_file
+from grpo_roc_jax.settings.files import output_file, write_output
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         recorded_steps(options.run, options.step)
         out = output_file("--out", options.out)
         rows = states(read_trace(options.run, options.step), options.intro)
+        if not rows:
+            raise ValueError(
+                f"{options.run} records no trajectory with two turns, so it has no state to cut; name another run or "
+                "step"
+            )
+        write_output("--out", out, "".join(json.dumps(row, default=str) + "\n" for row in rows))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    if not rows:
-        print(
-            f"{options.run} records no trajectory with two turns, so it has no state to cut; name another run or step",
-            file=sys.stderr,
-        )
-        return 2
-    out.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} states in {out}")
     return 0

@@ -16,7 +16,7 @@ from grpo_roc_jax.commands.evaluate import EvaluateConfig, check_temperature, fo
 from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.problems import problem_row
 from grpo_roc_jax.process.progress import show_log
-from grpo_roc_jax.settings.files import output_file
+from grpo_roc_jax.settings.files import output_file, write_output
 from grpo_roc_jax.types import Group
 
 PROG = "grpo-roc difficulty"
@@ -102,10 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(note)
     rows, counts = kept_rows(evaluated.sampled.groups, options.lowest, options.highest, evaluated.data)
     lines = [json.dumps(row, default=str) + "\n" for row in rows]
-    out.write_text("".join(lines), encoding="utf-8")
     summary = ", ".join(f"{number} {name}" for name, number in counts.items())
     print(
         f"{options.policy}, policy after {evaluated.step} training steps, "
         f"{options.samples} rollouts a problem: {summary}"
     )
+    try:
+        write_output("--out", out, "".join(lines))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0

@@ -35,7 +35,7 @@ from grpo_roc_jax.run.load import is_run, load_policy, settings_for, warn_of_too
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
-from grpo_roc_jax.settings.files import local_path, output_file
+from grpo_roc_jax.settings.files import local_path, output_file, write_output
 from grpo_roc_jax.types import Metrics, Problem
 
 PROG = "grpo-roc evaluate"
@@ -275,5 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         content["differences"] = {name: asdict(gap) for name, gap in differences.items()}
     if out:
-        out.write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
+        try:
+            write_output("--out", out, json.dumps(finite(content), indent=1))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     return 0

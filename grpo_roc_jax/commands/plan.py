@@ -11,7 +11,7 @@ from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.planner.plan import chosen_stages, plan
 from grpo_roc_jax.planner.topology import TopologyError
 from grpo_roc_jax.settings.cli import ConfigError, load_config
-from grpo_roc_jax.settings.files import output_file
+from grpo_roc_jax.settings.files import output_file, write_output
 
 FITS, DOES_NOT_FIT, BAD_CONFIG = 0, 1, 2
 
@@ -41,10 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "stages": reports,
             "lines": lines,
         }
-    text = json.dumps(report)
+    print(json.dumps(report) if options.json else "\n".join(report["lines"]))
     if out:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(text if options.json else "\n".join(report["lines"]))
+        try:
+            write_output("--out", out, json.dumps(report, indent=1) + "\n")
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return BAD_CONFIG
     return FITS if report["fits"] else DOES_NOT_FIT
 
 

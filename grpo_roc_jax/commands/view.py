@@ -34,7 +34,7 @@ from grpo_roc_jax.record import index
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, trace_files
-from grpo_roc_jax.settings.files import local_path, output_file
+from grpo_roc_jax.settings.files import local_path, output_file, write_output
 from grpo_roc_jax.view.answers import Block, Runs, records_of
 from grpo_roc_jax.view.atif import documents, read_atif
 from grpo_roc_jax.view.page_server import PageServer
@@ -342,10 +342,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif atif:
             records = choice.records
             text = "".join(json.dumps(document) + "\n" for document in documents(records))
-            atif.write_text(text, encoding="utf-8")
+            write_output("--atif", atif, text)
             print(f"written: {atif} ({len(records)} of {choice.matched} matching trajectories)")
         elif html:
-            html.write_text(whole, encoding="utf-8")
+            write_output("--html", html, whole)
             print(f"written: {html} ({len(choice.places)} of {choice.matched} matching trajectories)")
         else:
             print_text(config, choice)

@@ -28,7 +28,7 @@ import tyro
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.generated import TOOL_NAME, guessed_answer
 from grpo_roc_jax.data.problems import read_rows
-from grpo_roc_jax.settings.files import output_file
+from grpo_roc_jax.settings.files import output_file, write_output
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mix = DemonstrationConfig(guess=options.guess, repair=options.repair, clean=options.clean, wrong=options.wrong)
         executor.start()
         conversion = convert(path, executor, limit=options.limit, mix=mix, seed=options.seed)
-        out.write_text("".join(json.dumps(row) + "\n" for row in conversion.rows), encoding="utf-8")
+        write_output("--out", out, "".join(json.dumps(row) + "\n" for row in conversion.rows))
     except (ValueError, OSError) as error:
         print(f"gsm8k_traces: {error}", file=sys.stderr)
         return 2

@@ -145,10 +145,11 @@ def make_problem_stream(
             raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
         if not trainable:
             continue
-        datasets.append(_epochs(trainable, config.shuffle, seed, index))
+        place = sum(len(others) != TRACE_START for _, others in sources[:index])
+        datasets.append(_epochs(trainable, config.shuffle, seed, place))
         named = isinstance(trainable, _Addressed)
         content = f"{source}:{len(trainable)}" if named else _digest(problem.uid for problem in trainable)
-        contents.append(content + _order(config.shuffle, index))
+        contents.append(content + _order(config.shuffle, place))
         used.append(index)
     weights = [config.weights[index] for index in used] if config.weights else ()
     return _stream(datasets, contents, weights, problems, seed, notes)
@@ -275,9 +276,10 @@ def make_trace_stream(
             rows, lengths = _writable_traces(rows, row_length, source, config.bad_rows, notes)
             rows = _fitting_traces(rows, lengths, max_row_tokens, source, config.bad_rows, notes)
             longest = max(longest, *(tokens for tokens in lengths if tokens <= max_row_tokens))
-        datasets.append(_epochs(rows, config.shuffle, seed, index))
+        place = sum(generator_of(other) is None for other in sources[:index])
+        datasets.append(_epochs(rows, config.shuffle, seed, place))
         content = _digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows)
-        contents.append(content + _order(config.shuffle, index))
+        contents.append(content + _order(config.shuffle, place))
     return _stream(datasets, contents, weights, traces, seed, notes, longest)
 
 
@@ -504,20 +506,20 @@ def _fitting_trace(
     raise ValueError(f"{source}: {TRIES} demonstrations do not fit, the last one: {problem}")
 
 
-def _epochs(rows: Sequence[Any], shuffle: bool, seed: int, index: int) -> grain.MapDataset:
-    """The rows of source number `index`, again and again. Each source has an order of its own, so that rows of parallel
-    files do not meet in a batch."""
+def _epochs(rows: Sequence[Any], shuffle: bool, seed: int, place: int) -> grain.MapDataset:
+    """The rows of a file, again and again; `place` is the number of files before it among the sources. Each file has an
+    order of its own, so that rows of parallel files do not meet in a batch."""
     dataset = grain.MapDataset.source(rows)
-    own_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
+    own_seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0]) if place else seed
     return (dataset.seed(own_seed).shuffle() if shuffle else dataset).repeat()
 
 
-def _order(shuffle: bool, index: int) -> str:
-    """The part of a fingerprint for the order of the rows of a source; empty for the first one by default, as in
+def _order(shuffle: bool, place: int) -> str:
+    """The part of a fingerprint for the order of the rows of a file; empty for the first one by default, as in
     positions of earlier versions."""
     if not shuffle:
         return ":in order"
-    return f":shuffle {index}" if index else ""
+    return f":shuffle {place}" if place else ""
 
 
 def _stream(

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -131,7 +132,7 @@ class Episode:
             own = problem.copied()
             self._name = self._settings.choice.name_for(problem)
             factory = self._factories[self._name]
-            self._environment = environment = await self._call(factory)
+            self._environment = environment = await self._made(factory)
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
                 environment.seed = seed
@@ -209,14 +210,40 @@ class Episode:
             await self._close()
         return answer
 
+    async def _made(self, factory: Callable[[], Any]) -> Any:
+        """The environment. One that is there too late is closed at once, on the thread that has made it."""
+        if inherits(factory, "__new__", "__init__") or asyncio.iscoroutinefunction(factory):
+            return await self._call(factory)
+        made: list[Any] = []
+        late = threading.Event()
+
+        def make() -> Any:
+            made.append(environment := factory())
+            if late.is_set():
+                with suppress(IndexError):  # whoever takes it closes it
+                    _close_here(made.pop())
+            return environment
+
+        try:
+            return await self._call(make)
+        except TooLate:
+            late.set()
+            with suppress(IndexError):
+                self._environment = made.pop()
+            raise
+
     async def release(self) -> None:
-        """Closes the environment without asking for its reward, after an operation that ends within `SOON_S`."""
+        """Closes the environment without asking for its reward, after an operation that ends within `SOON_S`, or once
+        it has been made."""
         self._given_up = True
         async with AsyncExitStack() as stack:
             try:
                 await asyncio.wait_for(stack.enter_async_context(self._in_use), SOON_S)
             except TimeoutError:
-                self._release_thread()  # it runs the operation, so `close` gets another one
+                if self._environment is None:
+                    await stack.enter_async_context(self._in_use)
+                else:
+                    self._release_thread()  # it runs the operation, so `close` gets another one
             await self._close()
 
     def _release_thread(self) -> None:
@@ -329,6 +356,15 @@ class Episode:
             self._release_thread()
             raise
         return await await_for(value, limit_s) if inspect.isawaitable(value) else value
+
+
+def _close_here(environment: Any) -> None:
+    """Closes an environment on this thread."""
+    if isinstance(environment, Environment):
+        with suppress(Exception):  # it is over either way
+            closing = environment.close()
+            if inspect.iscoroutine(closing):
+                asyncio.run(closing)
 
 
 def checked_text(text: Any, name: str) -> str:

@@ -230,20 +230,39 @@ class WorkersHost:
         self.workers = [start() for _ in range(workers)]
         """What holds the episodes; another one is put in the place of one that ends."""
         self._homes: dict[str, int] = {}
+        self._ending: set[str] = set()
+        """Episodes whose `end` runs. They keep their homes, since they may be dropped meanwhile."""
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
         with self._mutex:
-            if operation == "open" and key not in self._homes:
+            if operation == "open" and (key not in self._homes or key in self._ending):
+                self._ending.discard(key)
                 loads = Counter(self._homes.values())
                 self._homes[key] = min(range(len(self.workers)), key=lambda i: loads[i])
-            home = self._homes.pop(key, 0) if operation in ("end", "drop") else self._homes.get(key, 0)
-            if self.workers[home].lost and operation != "drop":
+            home = self._homes.get(key, 0)
+            if operation == "drop":
+                self._forget(key)
+            elif self.workers[home].lost:
                 self.workers[home] = self._start()
-            return self.workers[home].call(key, operation, arguments)
+            if operation == "end":
+                self._ending.add(key)
+            future = self.workers[home].call(key, operation, arguments)
+        if operation == "end":
+            future.add_done_callback(lambda _: self._ended(key))
+        return future
+
+    def _ended(self, key: str) -> None:
+        with self._mutex:
+            if key in self._ending:
+                self._forget(key)
+
+    def _forget(self, key: str) -> int | None:
+        self._ending.discard(key)
+        return self._homes.pop(key, None)
 
     def abandon(self, key: str) -> None:
         with self._mutex:
-            home = self._homes.pop(key, None)
+            home = self._forget(key)
             if home is not None:
                 self.workers[home].end()
 
@@ -335,6 +354,8 @@ def main(descriptor: int) -> None:
             number, key, operation, arguments = link.recv()
             host.call(key, operation, *arguments).add_done_callback(lambda future, n=number: send(n, future))
     except (EOFError, OSError, SystemExit):
+        for ends in (signal.SIGTERM, signal.SIGUSR1):  # a second one would cut the closing short
+            signal.signal(ends, signal.SIG_IGN)
         host.close()
         os.killpg(os.getpid(), signal.SIGKILL)  # threads that hang, and what environments have started, end too
 

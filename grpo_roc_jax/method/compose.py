@@ -180,7 +180,8 @@ def train_rows(
     checks.expect(state, AlgoState, "state", STATE)
     checks.expect(scores, Scores | None, "scores", SCORES)
     groups, scores = checks.listed(groups, Group, "groups", GROUPS), scores or Scores()
-    if not any(group.size for group in groups):
+    groups = [group for group in groups if group.size]
+    if not groups:
         return []
     _check_passes(method, groups, scores)
     trajectories = [t for group in groups for t in group.trajectories]
@@ -189,7 +190,7 @@ def train_rows(
     feature_list = _with_gaps([features(group) for group in groups], groups, old, passes)
     rewards = shape_rewards(feature_list, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
-    first = scores.first or scores.logprobs
+    first = scores.logprobs if scores.first is None else scores.first
     weights = reward_weights(method)
     batch = MethodBatch(
         groups, feature_list, rewards, masks, state, rng, scores.logprobs, scores.entropies, first, weights
@@ -209,7 +210,7 @@ def train_rows(
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
         weights = [w * value for w, value in zip(weights, importance, strict=True)]
-    reference = scores.reference or [None] * len(masks)
+    reference = [None] * len(masks) if scores.reference is None else scores.reference
     level = method.surrogate.shared_level
     parts = zip(trajectories, masks, old, advantages, weights, reference, strict=True)
     rows = [train_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
@@ -272,7 +273,7 @@ def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surr
         surrogate: Determines which tokens share an importance ratio.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    reference = scores.reference or [None] * len(trajectories)
+    reference = [None] * len(trajectories) if scores.reference is None else scores.reference
     rows = []
     for trajectory, now, ref in zip(trajectories, scores.logprobs, reference, strict=True):
         each = weight / (len(trajectories) * max(int(trajectory.policy_mask.sum()), 1))
@@ -347,7 +348,7 @@ def next_state(
 def method_metrics(groups: Sequence[Group], method: Method, state: AlgoState, scores: Scores) -> Metrics:
     """Metrics that the parts of a method compute from the trajectories that a step trains on."""
     masks = [t.policy_mask for group in groups for t in group.trajectories]
-    first = scores.first or scores.logprobs
+    first = scores.logprobs if scores.first is None else scores.first
     batch = MethodBatch(groups, (), (), masks, state, None, scores.logprobs, scores.entropies, first)
     parts = method_parts(method)
     common = {part.common_metrics: None for part in parts if part.common_metrics}  # each function once, in order

@@ -39,15 +39,18 @@ def grpo_roc_loss(
         rng: Draws the failures that are kept.
         keep: G, rollouts of a problem that train.
     """
-    shape = np.shape(logprobs)
+    logprobs, logprobs_old, policy_mask = jnp.asarray(logprobs), jnp.asarray(logprobs_old), np.asarray(policy_mask)
+    shape = logprobs.shape
     checks.check_shapes(shape, logprobs_old=logprobs_old, policy_mask=policy_mask)
     checks.check_shapes(shape[:1], rollouts=rollouts)
     checks.expect_generator(rng)
+    checks.check_count("keep", keep, 1, shape[1])
     total, tokens = jnp.zeros(()), 0
     for p, rollout in enumerate(rollouts):
         checks.check_shapes(shape[1:2], **rollout)
         rollout = {name: np.asarray(values) for name, values in rollout.items()}
         rewards, correct, calls, answers = (rollout[name] for name in ("rewards", "correct", "calls", "answers"))
+        rewards = rewards.astype(np.float64)
         if np.ptp(rewards) == 0:
             continue  # equal rewards carry no signal
         # Selection: failures at random, successes by how clean they are.

@@ -137,10 +137,15 @@ class StageProgress:
     """Training steps before the stage."""
     values: tuple[tuple[float, ...], ...] = ()
     """The values that each condition of `until` has read since the stage began."""
+    conditions: tuple[str, ...] = ()
+    """Those conditions with their settings; empty before the first reading, and in checkpoints of earlier versions."""
 
     def read_by(self, stage: Stage) -> tuple[tuple[float, ...], ...]:
-        """`values` for the conditions of its stage; none if a resumed run gave it more or fewer of them."""
-        return self.values if len(self.values) == len(stage.until) else ((),) * len(stage.until)
+        """`values` for the conditions of its stage; none for one that a resumed run has changed or added."""
+        if not self.conditions:
+            return self.values if len(self.values) == len(stage.until) else ((),) * len(stage.until)
+        known = dict(zip(self.conditions, self.values, strict=True))
+        return tuple(known.get(repr(condition), ()) for condition in stage.until)
 
     def observed(self, stage: Stage, metrics: Mapping[str, float]) -> "StageProgress":
         """The progress with the values that the conditions of its stage read from the metrics of a step or an
@@ -148,7 +153,7 @@ class StageProgress:
         readings = [condition.value(metrics) for condition in stage.until]
         pairs = zip(self.read_by(stage), readings, strict=True)
         more = tuple(values if new is None or not np.isfinite(new) else (*values, float(new)) for values, new in pairs)
-        return replace(self, values=more)
+        return replace(self, values=more, conditions=tuple(map(repr, stage.until)))
 
     def following(self, stages: Sequence[Stage], step: int) -> int:
         """Index of the stage of the next step after `step` steps: this one, or the next one if this one is complete."""
@@ -159,9 +164,13 @@ class StageProgress:
         return self.index + (step - self.began >= stage.steps or (bool(met) and all(met)))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"values": list(map(list, self.values))}
+        return asdict(self) | {"values": list(map(list, self.values)), "conditions": list(self.conditions)}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any] | None) -> "StageProgress":
         """Inverse of `to_json`; the progress before the first stage if `saved` is None."""
-        return cls(saved["index"], saved["began"], tuple(map(tuple, saved["values"]))) if saved else cls()
+        if not saved:
+            return cls()
+        return cls(
+            saved["index"], saved["began"], tuple(map(tuple, saved["values"])), tuple(saved.get("conditions", ()))
+        )

@@ -334,7 +334,7 @@ class ModelConfig:
     except `compute_dtype`; setting one to something else is refused. Empty: random parameters of the shape below."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of that `config.json` which are unknown here and known to change nothing; others are refused by name.
-    `rope_scaling.KEY` is a parameter of the rotary rescaling."""
+    `rope_scaling.KEY` or `rope_parameters.KEY` is a parameter of the rotary rescaling."""
     d_model: Width = 64
     """Width of the residual stream."""
     layers: Layers = 2

@@ -207,6 +207,10 @@ class _Keys:
         """Whether the settings say that a key has no effect."""
         return key in self._ignored
 
+    def ignores_rotary(self, key: str) -> bool:
+        """Whether the settings say that a parameter of the rotary rescaling has no effect."""
+        return self.ignores(f"rope_scaling.{key}") or self.ignores(f"rope_parameters.{key}")
+
     def peek(self, key: str) -> Any:
         """The value of a key, which still counts as not read."""
         return self._config.get(key)
@@ -578,7 +582,8 @@ def _rope_parameters(published: _Keys, family: Family) -> tuple[dict[str, Any], 
         if parameters["sliding_attention"].get("rope_type", "default") != "default":
             raise UnsupportedModelError("config.json: rescaled rotary embeddings in sliding layers are not supported")
         parameters = parameters["full_attention"]
-    if parameters and scaling and _kind_and_numbers(parameters) != _kind_and_numbers(scaling):
+    both = [{k: v for k, v in stated.items() if not published.ignores_rotary(k)} for stated in (parameters, scaling)]
+    if all(both) and _kind_and_numbers(both[0]) != _kind_and_numbers(both[1]):
         raise UnsupportedModelError(
             "config.json has rope_parameters and rope_scaling, and they differ; remove the one that is not meant"
         )
@@ -624,7 +629,7 @@ def _rescaling(published: _Keys, family: Family, parameters: Json) -> tuple[str,
             f"config.json: the rotary rescaling {kind!r} is not supported; known are {', '.join(_ROPE_SCALINGS)}"
         )
     place = "rope_parameters" if published.get("rope_parameters") else "rope_scaling"
-    unknown = [key for key in scaling if key not in _ROPE_SCALINGS[kind] and not published.ignores(f"{place}.{key}")]
+    unknown = [key for key in scaling if key not in _ROPE_SCALINGS[kind] and not published.ignores_rotary(key)]
     if unknown:
         listing = ", ".join(f"{key} = {scaling[key]!r}" for key in sorted(unknown))
         raise UnsupportedModelError(
@@ -660,7 +665,7 @@ def _kind_and_numbers(parameters: Json) -> tuple[str, dict[str, Any]]:
 def _complete_yarn(scaling: dict[str, Any]) -> None:
     """The factor of queries and keys from two others, as transformers computes it."""
     above, below = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
-    if above and below and scaling.get("attention_factor") is None:
+    if above and below and "factor" in scaling and scaling.get("attention_factor") is None:
         grown = [0.1 * part * math.log(max(scaling["factor"], 1.0)) + 1.0 for part in (above, below)]
         scaling["attention_factor"] = grown[0] / grown[1]
 

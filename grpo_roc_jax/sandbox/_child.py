@@ -309,7 +309,7 @@ def _split(lines, statement):
     inner = lines[first:end]
     inner[-1] = _piece(inner[-1], 0, statement.end_col_offset)
     inner[0] = _piece(inner[0], statement.col_offset, None)
-    return "\n".join(before), "\n" * first + "\n".join(inner)
+    return "\n".join(before), "\n" * first + "(" + "\n".join(inner) + "\n)"  # which a bare star needs
 
 
 def _piece(line, start, end):

@@ -183,11 +183,12 @@ def _in_namespaces(level: str, base: str, uid: int, inner: int) -> str:
 
     def inside() -> str:
         _spaces.build_root(base, plan.read, proc=False)
-        _spaces.mount_scratch(1, 64, inner)
+        scratch = _spaces.scratch_name(plan.read)
+        _spaces.mount_scratch(scratch, 1, 64, inner)
         _kernel.empty_bounding_set()
         # Without /proc the size of the address space is unknown, so the limit is tried with a large one.
         lock_down(plan, 64 << 30, inner, -1, make_filter(plan, session=False))
-        with open(_spaces.SCRATCH + "/probe", "w") as file:
+        with open(scratch + "/probe", "w") as file:
             file.write("x")
         os.listdir(os.path.dirname(os.__file__))
         _expect_denied("opening a file of the host", lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)))

@@ -12,7 +12,8 @@ from . import _kernel as k
 
 INNER_ID = 1000
 """User and group id that programs see inside a user namespace."""
-SCRATCH = "/scratch"
+SCRATCHES = ("/scratch", "/scratch-of-call")
+"""Names of the scratch directory: the first one, or the second where files of the host lie below the first."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS
 WORKER_CAPABILITIES = (k.CAP_DAC_READ_SEARCH, k.CAP_KILL, k.CAP_SETGID, k.CAP_SETUID, k.CAP_SYS_ADMIN, k.CAP_SYS_NICE)
@@ -85,15 +86,17 @@ def build_root(base: str, read: Iterable[str], *, proc: bool, links: Iterable[st
 
     Returns whether /proc could be mounted.
     """
+    read = list(read)
+    scratch = scratch_name(read)
     k.mount("making mounts private", None, "/", None, k.MS_REC | k.MS_PRIVATE)
     k.mount("mount tmpfs", "tmpfs", base, "tmpfs", k.MS_NOSUID | k.MS_NODEV, "size=1m,mode=755")
     for path in _outermost(read):
         _bind(path, base + path)
-    _make_devices(base)
-    os.mkdir(base + SCRATCH)
+    _make_devices(base, scratch)
+    os.mkdir(base + scratch)
     os.makedirs(base + "/tmp", exist_ok=True)
     for name in links:
-        os.symlink(f"{SCRATCH}/{name}", f"{base}/{name}")
+        os.symlink(f"{scratch}/{name}", f"{base}/{name}")
     mounted = proc and _mount_proc(base + "/proc")
     old = base + "/.old"
     os.mkdir(old)
@@ -103,6 +106,12 @@ def build_root(base: str, read: Iterable[str], *, proc: bool, links: Iterable[st
     os.rmdir("/.old")
     k.mount("read-only root", None, "/", None, k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | k.MS_NOSUID | k.MS_NODEV)
     return mounted
+
+
+def scratch_name(read: Iterable[str]) -> str:
+    """The path of the scratch directory in a root with the paths `read`."""
+    usual, other = SCRATCHES
+    return other if any(path == usual or path.startswith(usual + "/") for path in read) else usual
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
@@ -125,13 +134,14 @@ def _bind(source: str, target: str, *, devices: bool = False) -> None:
         k.make_readonly("read-only bind", target)
 
 
-def _make_devices(base: str) -> None:
+def _make_devices(base: str, scratch: str) -> None:
     os.makedirs(base + "/dev", exist_ok=True)
     for path in DEVICES:
         if os.path.exists(path):
             _bind(path, base + path, devices=True)
     # Semaphores and shared memory of programs: bounded, and gone with the call, as all their files.
-    os.symlink(SCRATCH, base + "/dev/shm")
+    if not os.path.exists(base + "/dev/shm"):  # programs may read files of the host there
+        os.symlink(scratch, base + "/dev/shm")
     os.symlink("/proc/self/fd", base + "/dev/fd")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"{base}/dev/{name}")
@@ -149,6 +159,6 @@ def _mount_proc(target: str) -> bool:
     return False
 
 
-def mount_scratch(size_mb: int, files: int, uid: int) -> None:
+def mount_scratch(path: str, size_mb: int, files: int, uid: int) -> None:
     options = f"size={size_mb}m,nr_inodes={files},mode=700,uid={uid},gid={uid}"
-    k.mount("mount scratch", "tmpfs", SCRATCH, "tmpfs", k.MS_NOSUID | k.MS_NODEV, options)
+    k.mount("mount scratch", "tmpfs", path, "tmpfs", k.MS_NOSUID | k.MS_NODEV, options)

@@ -81,9 +81,9 @@ class Worker:
         """Make an empty scratch directory. The old one is moved away whole, since programs can make cleaning fail."""
         if self.plan.namespaces:
             if self.scratch:
-                _kernel.umount("umount of scratch", _spaces.SCRATCH)
-            self.scratch = _spaces.SCRATCH
-            _spaces.mount_scratch(self.limits.scratch_mb, self.limits.scratch_files, self.uid)
+                _kernel.umount("umount of scratch", self.scratch)
+            self.scratch = _spaces.scratch_name(self.plan.read)
+            _spaces.mount_scratch(self.scratch, self.limits.scratch_mb, self.limits.scratch_files, self.uid)
         else:
             old, self.renewals = self.scratch, self.renewals + 1
             # Nobody can guess the name: programs of other workers may ask for the size of a file whose name they know.

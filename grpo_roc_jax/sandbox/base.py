@@ -126,8 +126,22 @@ class ProgramExecutor:
             if self._tickets.get(ticket.program.id) is ticket:
                 del self._tickets[ticket.program.id]
             heir = self._shared.leave(ticket) if ticket.can_share else None
-        if heir is not None and heir.program.id in self._tickets:
-            self._launch(heir)
+        self._go_on_with([heir], self._launch)
+
+    def _go_on_with(self, tickets: Iterable[Ticket | None], begin: Callable[[Ticket], None]) -> None:
+        """Begin calls that waited for another one. Their submitters have returned, so one that cannot be started ends
+        with an error."""
+        for ticket in tickets:
+            if ticket is None or ticket.program.id not in self._tickets:
+                continue
+            try:
+                begin(ticket)
+            except Exception as error:
+                message = f"the program could not be started: {error}"
+                self._finish(
+                    ticket.program.id,
+                    ToolResult("sandbox_error", error_type=type(error).__name__, error_message=message),
+                )
 
     def _share(self, ticket: Ticket) -> None:
         """Answer a program by the result of another one with the same text, or launch it."""
@@ -174,8 +188,7 @@ class ProgramExecutor:
                 ticket.sink(result)
             self._announce()
             waiting = self._shared.settle(ticket, fields) if self._shared and ticket.can_share else []
-        for other in waiting:
-            self._share(other)
+        self._go_on_with(waiting, self._share)
 
     def observation_text(self, result: ToolResult, code: str) -> str:
         """The text of a result in a dialogue; empty if programs are not part of one. Called without a lock, since long
@@ -238,9 +251,7 @@ class ProgramExecutor:
             left = [self._shared.leave(ticket) for ticket in tickets if ticket.can_share] if self._shared else []
         if dropped:
             self._drop(dropped)
-        for ticket in left:
-            if ticket is not None and ticket.program.id in self._tickets:
-                self._launch(ticket)
+        self._go_on_with(left, self._launch)
         return proven
 
     def close_session(self, session: str) -> None:

@@ -48,8 +48,6 @@ from grpo_roc_jax.types import TRUNCATED_STOPS
 JSON = dict[str, Any]
 READ_AGAIN = 24
 """Last ids that are decoded again with those that follow: the text of an id may depend on the ones before it."""
-LONGEST_PART = 3
-"""Bytes of an unfinished character at most; each may be decoded to U+FFFD."""
 
 
 @dataclass(eq=False)
@@ -69,13 +67,16 @@ class GrowingText:
         """Extends the text by the difference between two decodings of the last ids alone."""
         self._ids += ids
         now = tokenizer.decode(self._ids)
-        last = now[-LONGEST_PART:]
-        self.unfinished = last[len(last.rstrip("\ufffd")) :]
-        finished = now.removesuffix(self.unfinished)
-        self.text, self._decoded = self.text + finished[len(self._decoded) :], finished
-        if len(self._ids) > 2 * READ_AGAIN:
-            self._ids = self._ids[-READ_AGAIN:]
-            self._decoded = tokenizer.decode(self._ids).removesuffix(self.unfinished)
+        # Some decoders replace all bytes in a row until they are whole characters, those of finished ones as well.
+        finished = now.rstrip("\ufffd")
+        if len(finished) > len(self._decoded):
+            self.text, self._decoded = self.text + finished[len(self._decoded) :], finished
+        self.unfinished = now[len(self._decoded) :]
+        if len(self._ids) > 2 * READ_AGAIN and not self.unfinished:
+            last = self._ids[-READ_AGAIN:]
+            decoded = tokenizer.decode(last)
+            if not decoded.startswith("\ufffd"):  # it would begin within a character
+                self._ids, self._decoded = last, decoded
 
     def place_of(self, token: int, tokenizer: Tokenizer) -> int:
         """Where a further id begins: with the character that it goes on with, or after all before it."""

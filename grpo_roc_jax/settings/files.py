@@ -57,6 +57,18 @@ def output_file(option: str, name: str | Path, inputs: Iterable[str | Path] = ()
     return path
 
 
+def write_output(option: str, path: Path, text: str) -> None:
+    """Writes the results of a command.
+
+    Raises:
+        ValueError: They cannot be written, as on a full disk; the message names the option.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path} could not be written: {error.strerror or error}") from error
+
+
 def local_path(name: str | Path) -> Path:
     """A path as it was typed, with `~` for the home directory."""
     return Path(os.path.expanduser(name))

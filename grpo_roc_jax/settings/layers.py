@@ -307,6 +307,8 @@ def _check_one_value(value: Any, field_type: Any, path: KeyPath, where: str) -> 
             missing if where == COMMAND_LINE else f"{'.'.join(path)} = {as_text(value)} ({where}): {NO_SWITCH}{meant}"
         )
     name = ".".join(path)
+    if value is None and typing.get_origin(field_type) is tuple:
+        raise ConfigError(f"{name} ({where}) has no value; write {name}: [...], or [] for none")
     if isinstance(value, dict) and typing.get_origin(field_type) is tuple:
         at = next((f".{key}" for key in value), "")
         raise ConfigError(f"{name}{at} ({where}): {name} is a list, which is given as a whole; write {name} [...]")
@@ -401,7 +403,7 @@ def _typed(value: Any, field_type: Any) -> Any:
         if several:
             return [part.strip() for word in words for part in word.split(",") if part.strip()]
         return value
-    if several and not isinstance(value, list | tuple | dict | bool):
+    if several and not isinstance(value, list | tuple | dict | bool | None):
         return [value]  # one item, written without brackets
     return value
 

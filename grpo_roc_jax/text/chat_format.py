@@ -156,7 +156,7 @@ class ChatFormat:
         last = self._runs(self._prompt_close)[-1]
         self._before_turn = last[-1:] if isinstance(last, str) else ""
         """The last character before a turn; empty after a special id."""
-        self._other_tools: dict[str, ChatFormat | ValueError] = {}
+        self._other_tools: dict[str, ChatFormat | str] = {}
 
     def _glued(self, text: str) -> Pieces:
         """Like `_trusted`, but the text that ends a turn becomes the end id even if the vocabulary lacks it."""
@@ -399,10 +399,10 @@ class ChatFormat:
             try:
                 self._other_tools[tools] = make_chat(self.config, self.tokenizer, json.loads(tools))
             except ValueError as error:
-                self._other_tools[tools] = error
+                self._other_tools[tools] = str(error)
         chat = self._other_tools[tools]
-        if isinstance(chat, ValueError):
-            raise chat
+        if isinstance(chat, str):
+            raise ValueError(chat)
         return chat
 
     def of_trace(self, trace: Trace) -> "ChatFormat":

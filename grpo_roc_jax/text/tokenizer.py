@@ -412,9 +412,16 @@ def _without_tokens(spec: dict[str, Any], texts: Collection[str]) -> dict[str, A
     """A `tokenizer.json` without these added tokens."""
     kept = [token for token in spec["added_tokens"] if token["content"] not in texts]
     vocabulary = spec["model"]["vocab"]
+    model = spec["model"]
     if isinstance(vocabulary, dict):
-        vocabulary = {piece: i for piece, i in vocabulary.items() if piece not in texts}
-    return spec | {"added_tokens": kept, "model": spec["model"] | {"vocab": vocabulary}}
+        model = model | {"vocab": {piece: i for piece, i in vocabulary.items() if piece not in texts}}
+    else:
+        model = model | {"vocab": [entry for entry in vocabulary if entry[0] not in texts]}
+    if merges := model.get("merges"):
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        made = [merge for merge, pair in zip(merges, pairs, strict=True) if "".join(pair) not in texts]
+        model = model | {"merges": made}
+    return spec | {"added_tokens": kept, "model": model}
 
 
 def load_tokenizer(config: TextConfig, rows: int = 0) -> Tokenizer:

@@ -70,7 +70,11 @@ class BaseExecutor(ProgramExecutor):
         timer = threading.Timer(self.config.wall_s, self._finish, (call_id, late))
         timer.daemon = True
         timer.start()
-        threading.Thread(target=body, daemon=True, name="trusted-tool").start()
+        try:
+            threading.Thread(target=body, daemon=True, name="trusted-tool").start()
+        except BaseException:
+            timer.cancel()  # another call may have this id
+            raise
 
     def observation_text(self, result: ToolResult, code: str) -> str:
         return observe(result, code, self.config)

@@ -187,8 +187,8 @@ class Signature:
         missing = [error["loc"][0] for error in errors if error["type"] == "missing" and len(error["loc"]) == 1]
         if missing:
             return f"argument {missing[0]!r} is missing"
-        order = list(arguments)
-        first = min(errors, key=lambda error: order.index(error["loc"][0]) if error["loc"] else -1)
+        order = {str(name): index for index, name in enumerate(arguments)}  # a name that is no text is named by it
+        first = min(errors, key=lambda error: order.get(str(error["loc"][0]), -1) if error["loc"] else -1)
         name, *inner = first["loc"] or (first["input"],)
         if not first["loc"] or (first["type"] in UNKNOWN_ARGUMENT and not inner):  # a name that is no text has no place
             return f"argument {name!r:.80} is not known; expected: {', '.join(self.parameters['properties'])}"

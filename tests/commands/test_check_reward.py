@@ -171,6 +171,10 @@ def test_recorded_trajectories_are_scored_again(tmp_path, capsys):
     assert "no group has rewards that differ" in out and "-> 0.5" in out
     assert main(["answer", "--trajectories", run, "--step", "9"]) == 2
     assert "no trajectories of step 9; it has steps 1 to 2" in capsys.readouterr().out
+    damaged = write_run(tmp_path / "damaged", steps=1, groups=1, size=2)
+    (damaged / "trajectories" / "step_00000001.jsonl").write_bytes(b"abc\n")
+    assert main(["answer", "--trajectories", str(damaged)]) == 2
+    assert f"no trajectory of step 1 of {damaged} can be read" in capsys.readouterr().out
     for name in ("nan", "judge"):
         assert main([f"mine:{name}", "--trajectories", run]) == 2
         out = capsys.readouterr().out.splitlines()

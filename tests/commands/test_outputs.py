@@ -9,7 +9,7 @@ from grpo_roc_jax.commands import difficulty, evaluate, run_tools, view
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.data import gsm8k_traces
 from grpo_roc_jax.record.run_dir import choose_run_dir
-from grpo_roc_jax.settings.files import output_file
+from grpo_roc_jax.settings.files import output_file, write_output
 from grpo_roc_jax.view.curves import load_runs
 
 COMMANDS = {
@@ -32,6 +32,12 @@ def test_a_file_that_is_read_is_not_written(command, link, tmp_path, capsys, mon
     assert main([*words, "--out", out]) == 2
     assert f"--out {Path(out)} would overwrite in.jsonl, which is read" in capsys.readouterr().err
     assert (tmp_path / "in.jsonl").read_bytes() == before
+
+
+def test_results_that_cannot_be_written_are_one_line(tmp_path):
+    for name, reason in (("/dev/full", "No space left"), (tmp_path / "none" / "x", "No such file")):
+        with pytest.raises(ValueError, match=f"--out {name} could not be written: {reason}"):
+            write_output("--out", Path(name), "text")
 
 
 def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):

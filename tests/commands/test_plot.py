@@ -81,9 +81,16 @@ def test_files_that_the_command_writes_and_does_not(runs, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     ("pattern", "label"),
-    [("lr=0.1", ""), ("lr=*", ""), ("base=lr=0.1", "base"), ("base=lr=*", "base"), ("base=l*/metrics.jsonl", "base")],
+    [
+        ("lr=0.1", ""),
+        ("lr=*", ""),
+        ("base=lr=0.1", "base"),
+        ("base=lr=*", "base"),
+        ("base=l*/metrics.jsonl", "base"),
+        ("a=b=lr=0.1", "a=b"),
+    ],
 )
-def test_a_label_ends_at_the_first_equals_sign_of_what_is_no_path(tmp_path, monkeypatch, pattern, label):
+def test_a_label_ends_at_the_first_equals_sign_before_what_is_a_path(tmp_path, monkeypatch, pattern, label):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path, "lr=0.1", rewards([1.0]))
     assert [(run.label, run.path.name) for run in load_runs([pattern])] == [(label, "lr=0.1")]

@@ -58,10 +58,12 @@ def test_the_row_that_is_not_finite_is_named(alarmed_run, tmp_path, capsys):
 
 
 def test_rows_are_read_back_as_they_were_kept(tmp_path):
-    """All that the loss reads; a row of several contexts would else be one long context."""
+    """All that the loss reads; a row of several contexts would else be one long context. So are the numbers of a policy
+    that diverged, for which batches are kept."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 2, 6).astype(kind) for name, kind in TRAIN_ROW_FIELDS.items()}
     arrays["policy_mask"][[0, 4]] = False  # the first token of each context
+    arrays |= {name: np.float32([1, np.nan, np.inf, 0, 1, 1]) for name in ("advantages", "weights", "logprobs_old")}
     more = {"marked": arrays["policy_mask"], "routes": rng.integers(0, 4, (6, 2, 1)).astype(np.int16)}
     row = TrainRow(**arrays, **more, temperature=0.5, entropy_coefficient=0.25, parts=(4, 2))
     path = keep_batch(tmp_path, read_config(), 1, [SimpleNamespace(rows=[row], temperature=1.0)], "why")

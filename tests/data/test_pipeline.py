@@ -115,6 +115,8 @@ def test_each_of_several_files_has_an_order_of_its_own(tmp_path, make, key):
         assert sorted(second[epoch]) == sorted(prompt.replace("a", "b") for prompt in first[epoch])
         assert [prompt[1:] for prompt in second[epoch]] != [prompt[1:] for prompt in first[epoch]]
     of_one, of_two = EARLIER[make]
+    world = DataConfig(**{key: ["world:gcd:1", *files[:1]]}, eval_problems=0)
+    assert prompts_of(take(make(world), 12))[1::2] == first, "a world has no order, so this is the first file"
     make(alone).set_state({"next_index": 3, "fingerprint": of_one})
     with pytest.raises(ValueError, match="earlier versions shuffled all sources but the first in another order"):
         make(both).set_state({"next_index": 3, "fingerprint": of_two})

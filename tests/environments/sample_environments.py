@@ -332,6 +332,34 @@ class Held(Environment):
         self.file.unlink()
 
 
+class SlowToMake(Environment):
+    """Made when its problem has been given up, or its time is over."""
+
+    def __init__(self):
+        time.sleep(2.5)
+        ATTEMPTS.append("made")
+
+    def reset(self, problem):
+        ATTEMPTS.append("reset")
+
+    def close(self):
+        ATTEMPTS.append("closed")
+
+
+class Rewarding(Environment):
+    """Its reward takes long."""
+
+    def reset(self, problem):
+        self.file = Path(problem.extra["folder"]) / str(uuid.uuid4())
+        self.file.touch()
+
+    def get_reward(self):
+        time.sleep(60)
+
+    def close(self):
+        self.file.unlink()
+
+
 class Several(Environment):
     """Gives several numbers at its end."""
 

@@ -175,6 +175,38 @@ def test_an_environment_is_closed_once_however_its_rollout_ends(chat, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("timeout_s", [20.0, 0.2], ids=["given up", "late"])
+def test_an_environment_that_is_made_slowly_is_closed(timeout_s):
+    MADE.ATTEMPTS.clear()
+    choice = EnvironmentClass(path=f"{FILE}:SlowToMake", timeout_s=timeout_s, retries=0)
+    host = make_host(HostThreads(), EpisodeSettings(choice))
+    answer = host.call("key", "open", PROBLEM, 0)
+    if timeout_s > 1:
+        host.call("key", "drop")
+        host.close()
+    else:
+        assert "took longer than 0.2 s" in answer.result(5).failure.text
+        wait_until(lambda: "closed" in MADE.ATTEMPTS)
+        host.close()
+    assert MADE.ATTEMPTS == ["made", "closed"]
+
+
+def test_an_episode_whose_reward_is_not_waited_for_is_closed_where_it_is(tmp_path):
+    """In each of the processes."""
+    choice = EnvironmentClass(path=f"{FILE}:Rewarding", timeout_s=50.0)
+    host, problem = (
+        make_host(HostProcesses(2), EpisodeSettings(choice)),
+        replace(PROBLEM, extra={"folder": str(tmp_path)}),
+    )
+    for operation, *arguments in (("open", problem, 0), ("end",), ("drop",)):
+        answers = [host.call(key, operation, *arguments) for key in "ab"]
+        if operation == "open":
+            assert not any(answer.result(60).failure for answer in answers) and len(list(tmp_path.iterdir())) == 2
+    wait_until(lambda: not list(tmp_path.iterdir()))
+    assert not list(tmp_path.iterdir())
+    host.close()
+
+
 def test_an_episode_that_was_dropped_no_longer_counts_for_its_process():
     class Worker:
         lost, calls = False, []
@@ -198,7 +230,7 @@ def test_the_executor_is_not_waited_for_while_an_environment_may_answer(chat, wo
             return []
 
     waits = []
-    play = Play(chat, worlds("Echo"), samples=2, executor=Silent())
+    play = Play(chat, worlds("Flaky"), samples=2, executor=Silent(), how="step hangs")
     play.rows.turn_ended(0, turn(chat, CALL + CALL))
     play.rows.poll(1.0)
     play.rows.turn_ended(1, turn(chat, "hm"))

@@ -30,6 +30,8 @@ class FakeExecutor(BaseExecutor):
         self._answer = answer or (lambda program: ToolResult("ok", stdout=program.code, stdout_bytes=len(program.code)))
         self._manual = manual
         self.held: list[str] = []
+        self.refused: set[str] = set()
+        """Calls that cannot be started."""
         self.closed_sessions: list[str] = []
         self.cancelled: list[str] = []
 
@@ -37,6 +39,8 @@ class FakeExecutor(BaseExecutor):
         return Capabilities(level="fake")
 
     def _launch(self, ticket: Ticket) -> None:
+        if ticket.program.id in self.refused:
+            raise RuntimeError(f"{ticket.program.id} is refused")
         if self._manual:
             self.held.append(ticket.program.id)
         else:

@@ -36,6 +36,7 @@ def test_layout_by_hand():
     np.testing.assert_array_equal(batch.segment_ids[0], [[1] * 12 + [2] * 4, [1] * 11 + [2] * 5])
     np.testing.assert_array_equal(batch.positions[0, 0], [*range(12), *range(4)])
     np.testing.assert_array_equal(batch.tokens[0, 1], np.concatenate([rows[3].tokens, rows[0].tokens]))
+    assert pack_lengths([1], BatchConfig(row_length=1, rows=1))[2].fill == 1.0
     assert placement.row.tolist() == [1, 0, 0, 1] and placement.offset.tolist() == [11, 0, 12, 0]
     np.testing.assert_array_equal(batch.ratio_segments[0, 1], np.arange(16))
 
@@ -71,7 +72,8 @@ def test_same_rows_as_the_textbook(lengths):
 def test_numbers_of_micro_batches_by_hand():
     """Rows of 16 hold three trajectories of up to 5 tokens; 2 rows make a micro-batch, and there is at least one."""
     assert [worst_case_micro_batches(n, 5, CONFIG) for n in (0, 1, 6, 7, 13)] == [1, 1, 1, 2, 3]
-    assert [worst_case_micro_batches(3, 16, BatchConfig(row_length=16, rows=1), shards) for shards in (1, 2)] == [3, 2]
+    narrow = BatchConfig(row_length=16, rows=1)
+    assert [worst_case_micro_batches(3, 16, narrow, *shards) for shards in ((), (1,), (2,))] == [3, 3, 2]
     _, batch, placement = pack_lengths([9] * 7)  # just over half a row: one each, so the bound is attained
     assert placement.rows_used == 7 and batch.tokens.shape[0] == batch.count == 4
     assert rows_per_micro_batch(BatchConfig(rows=5), 4) == 8

@@ -100,8 +100,21 @@ def test_arguments_of_another_type_are_refused(refused, message):
 
 @pytest.mark.parametrize("sections", [{"weights": {"normalizer": "constant"}}, {"surrogate": "kl_cov"}, {}])
 def test_groups_without_trajectories_have_no_rows(sections):
-    groups = [make_group([]), make_group([], uid="q")]
-    assert train_rows(groups, method(**sections), STATE, rng=RNG, scores=Scores([], [])) == []
+    groups, config = [make_group([]), make_group([], uid="q")], method(**sections)
+    assert train_rows(groups, config, STATE, rng=RNG, scores=Scores([], [])) == []
+    scored = Scores(*([t.logprobs for t in GROUP.trajectories] for _ in range(2)))
+    rows, alone = (train_rows(some, config, STATE, rng=RNG, scores=scored) for some in ([*groups, GROUP], [GROUP]))
+    for row, other in zip(rows, alone, strict=True):
+        np.testing.assert_array_equal(row.weights, other.weights)
+
+
+def test_rows_of_a_policy_that_diverged_are_left_to_the_guard_of_the_update():
+    config = method(surrogate={"old_logprobs": "scored"}, weights={"factors": ["truncated_is"]})
+    group = make_group([1, 0, 1, 0], lengths=[4] * 4)
+    passes = np.full((4, group.trajectories[0].length), np.nan, np.float32)  # an array is as good as a list of arrays
+    for scores in (Scores(passes), Scores(jnp.asarray(passes), first=passes)):
+        rows = train_rows([group], config, STATE, scores=scores)
+        assert all(np.isnan(row.weights[row.policy_mask]).all() for row in rows)
 
 
 def test_the_message_on_a_missing_pass_says_how_to_make_it():
@@ -117,6 +130,10 @@ def test_the_message_on_a_missing_pass_says_how_to_make_it():
     for name in ("logprobs", "entropies", "reference", "first"):
         with pytest.raises(ValueError, match=rf"scores.{name} of trajectory 1 is of shape \(2,\); must be \(4,\)"):
             train_rows([GROUP], METHOD, STATE, scores=Scores(**{name: [np.zeros(n) for n in (7, 2, 8, 3)]}))
+        with pytest.raises(ValueError, match=rf"scores.{name} has 1 arrays for 4 trajectories"):
+            train_rows([GROUP], METHOD, STATE, scores=Scores(**{name: [np.zeros(7)]}))
+        with pytest.raises(ValueError, match=rf"scores.{name} of trajectory 0 is of shape \(\); must be \(7,\)"):
+            train_rows([GROUP], METHOD, STATE, scores=Scores(**{name: [None] * 4}))
 
 
 def test_grpo_loss_by_hand():

@@ -71,7 +71,7 @@ def test_passes_and_teachers_that_are_missing_or_too_many():
     group = make_group([1, 0])
     with pytest.raises(ValueError, match=r"advantage.adjust teacher needs .* pass Scores\(teacher=...\)"):
         advantages(group, None)
-    with pytest.raises(ValueError, match="scores has 1 arrays for 2 trajectories in teacher"):
+    with pytest.raises(ValueError, match=r"scores\.teacher has 1 arrays for 2 trajectories"):
         advantages(group, [None])
     with pytest.raises(ConfigError, match="a method has one teacher"):
         read_config("--advantage.adjust=teacher,self_teacher")

@@ -89,7 +89,10 @@ def test_by_hand():
     loss = grpo_roc_loss(*arrays, [rollout], rng, keep=4)
     np.testing.assert_allclose(loss, -(1.28 * a + a - a - a) / 4, rtol=1e-4)
     as_lists = {name: values.tolist() for name, values in rollout.items()}
-    assert grpo_roc_loss(*arrays, [as_lists], rng, keep=4) == loss
+    assert grpo_roc_loss(*(np.asarray(array).tolist() for array in arrays), [as_lists], rng, keep=4) == loss
+    assert grpo_roc_loss(*arrays, [rollout | {"rewards": rollout["rewards"] > 0}], rng, keep=4) == loss
+    with pytest.raises(ValueError, match="keep = 5; must be a whole number from 1 to 4"):
+        grpo_roc_loss(*arrays, [rollout], rng, keep=5)
     for wrong, message in (
         ((*arrays, [rollout], 0), "rng is 0 .*; must be a generator"),
         ((*arrays, [rollout] * 2, rng), r"rollouts is of shape \(2,\); must be \(1,\)"),

@@ -1,5 +1,7 @@
 """When a stage ends, by hand-computed series of metrics."""
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_roc_jax.method.switching import Plateau, Solved, Stage, StageProgress, Steady
@@ -54,8 +56,22 @@ def test_a_stage_ends_after_its_steps_or_once_all_its_conditions_hold():
     assert progress.observed(SHORT, {"eval/all/avg@1": float("nan")}) == progress
 
 
-def test_conditions_of_another_number_begin_anew():
-    """A run with `--force` may give its stage more or fewer of them than its checkpoint has values for."""
+def test_other_conditions_begin_anew():
+    """A run with `--force` may give its stage others than its checkpoint has values for; which they were is not known
+    in checkpoints of earlier versions."""
+    progress = StageProgress(0, began=10)
+    for metrics in (*series(0.9, 0.9), {"eval/all/avg@1": 0.5}, {"eval/all/avg@1": 0.5}):
+        progress = progress.observed(SHORT, metrics)
+    assert progress.following(STAGES, 12) == 1 and StageProgress.from_json(progress.to_json()) == progress
+    solved, plateau = SHORT.until
+    for until, values in (
+        ((plateau, solved), ((0.5, 0.5), (0.9, 0.9))),
+        ((Solved(share=0.6, window=2), plateau), ((), (0.5, 0.5))),
+        ((Steady(window=1), Steady(window=1, metric="rollout/reward")), ((), ())),
+        ((solved,), ((0.9, 0.9),)),
+        ((), ()),
+    ):
+        assert progress.read_by(replace(SHORT, until=until)) == values
     for values in ((), ((0.9, 0.9),), ((0.9, 0.9), (0.5,), (1.0,))):
         progress = StageProgress(0, began=10, values=values)
         assert [progress.following(STAGES, step) for step in (12, 14)] == [0, 1]

@@ -314,6 +314,11 @@ STATED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings"
         ),
         ("qwen3", {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, r"'default' with factor = 2\.0 is not"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks original_max_position"),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}},
+            "'yarn' lacks factor",
+        ),
         ("qwen3", {"partial_rotary_factor": 0.5}, r"not supported: partial_rotary_factor = 0\.5"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' lacks high_freq_factor"),
         ("qwen3", {"rope_theta": None}, "has no rope_theta"),
@@ -385,7 +390,10 @@ def test_what_a_key_or_its_absence_means(name, change, expected):
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
 def test_a_parameter_of_a_rescaling_is_ignored_by_name(place):
     published = QWEN3 | {place: STATED | {"rope_theta": 1e4, "attn_factor": 0.5}}
-    assert read_config(published, [f"{place}.attn_factor"]).rope_scaling == YarnRopeScaling(4.0, 64)
+    for name in ("rope_scaling", "rope_parameters"):  # the two names of one section
+        both = {"rope_scaling": STATED, "rope_parameters": STATED} | published
+        for stated in (published, both):
+            assert read_config(stated, [f"{name}.attn_factor"]).rope_scaling == YarnRopeScaling(4.0, 64)
     with pytest.raises(UnsupportedModelError, match=f"as {place}.attn_factor"):
         read_config(published, [f"{place}.factor", place])
 

@@ -384,7 +384,9 @@ def odd_group(seed, size):
     first = group.trajectories[0]
     call = ToolCall("", odd, "{", "malformed_call", "bad")
     turn = dataclasses.replace(first.turns[0], calls=(call,), results=(ToolResult("timeout", exit_code=-9),))
-    first = dataclasses.replace(first, turns=(turn, *first.turns[1:]))
+    turns = [turn, *first.turns[1:]]
+    turns[-1] = dataclasses.replace(turns[-1], **[{"reply": "and now?"}, {"reward": 0.5}][seed % 2])
+    first = dataclasses.replace(first, turns=tuple(turns))
     verdict = dataclasses.replace(group.verdicts[0], reward=0.1 + 0.2, channels={"format": np.float32(0.1)})
     return Group(
         dataclasses.replace(group.problem, extra=odd), (first, *group.trajectories[1:]), (verdict, *group.verdicts[1:])

@@ -75,6 +75,18 @@ def test_the_next_call_runs_when_the_one_that_ran_is_cancelled():
         assert delivered(executor) == {"d": "ok"}
 
 
+def test_a_call_that_waited_and_cannot_be_started_ends_with_an_error():
+    """Its submitter has returned: only a result reaches it. The one after it is begun all the same."""
+    with manual() as executor:
+        executor.refused = {"b", "d"}
+        for name in "abcd":
+            executor.submit(call(name))
+        executor.cancel(["a"])
+        results = dict(executor.poll())
+        assert executor.held == ["c"] and {result.kind for result in results.values()} == {"sandbox_error"}
+        assert [results[name].error_message.partition(": ")[2] for name in "bd"] == ["b is refused", "d is refused"]
+
+
 def test_the_result_that_was_not_used_for_longest_is_forgotten():
     others = [f"other {i}" for i in range(REMEMBERED - 1)]
     ran: list[str] = []

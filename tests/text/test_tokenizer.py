@@ -329,7 +329,7 @@ def test_added_tokens_are_for_published_vocabularies():
 SOFT = "<image_soft_token>"
 
 
-@pytest.mark.parametrize("kind", ["json", "json of pieces", "sentencepiece"])
+@pytest.mark.parametrize("kind", ["json", "json of pieces", "json of scores", "sentencepiece"])
 def test_added_tokens_beyond_the_embedding_are_plain_text(tmp_path, caplog, kind):
     """Gemma 3 1B has one, for images that only its larger models see; fine-tunes add `<pad>`."""
     if kind == "sentencepiece":
@@ -339,10 +339,16 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(tmp_path, caplog, kind
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
     else:
         spec = qwen_like()
+        if kind == "json of scores":
+            pieces = {**spec["model"]["vocab"], **{token["content"]: token["id"] for token in spec["added_tokens"]}}
+            scores = [[piece, -float(i)] for piece, i in sorted(pieces.items(), key=lambda pair: pair[1])]
+            spec["model"] = {"type": "Unigram", "unk_id": 0, "vocab": scores, "byte_fallback": False}
         rows = JsonTokenizer(spec).vocab_size
         spec = with_token(with_token(with_token(spec, SOFT, special=True), "日本"), "<pad>", special=True)
         if kind == "json of pieces":
             spec["model"]["vocab"] |= {token["content"]: token["id"] for token in spec["added_tokens"]}
+        if kind == "json of scores":
+            spec["model"]["vocab"] += [[token["content"], -9.0] for token in spec["added_tokens"][-3:]]
         (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     config = TextConfig(tokenizer=str(tmp_path))
     whole, loaded = load_tokenizer(config), load_tokenizer(config, rows)

@@ -224,6 +224,7 @@ class Trainer:
         needed += ["sequence_ratio_mask"] if loss_fn == "gspo" else []
         if lacking := [name for name in needed if name not in inputs]:
             raise RequestRefused(f"datum {index} has no {', '.join(lacking)}; {loss_fn} needs {', '.join(needed)}")
+        inputs = {name: values for name, values in inputs.items() if name in (*needed, "weights")}
         targets = inputs["target_tokens"]
         flat = loss_fn == "cross_entropy" and targets.ndim == 2
         for name in {*needed, *(("weights",) if "weights" in inputs else ())}:
