@@ -235,7 +235,7 @@ for i in range(4):
         end = time.monotonic() + (0.1 if i == 0 else 0.7)
         while time.monotonic() < end:
             with tempfile.NamedTemporaryFile(dir=".") as file: file.write(bytes(@SIZE@)); file.flush()
-            with tempfile.TemporaryFile(dir=".") as file: file.write(bytes(@SIZE@)); file.flush(); time.sleep(0.02)
+            with tempfile.TemporaryFile(dir=".") as file: file.write(bytes(@SIZE@)); file.flush(); time.sleep(0.15)
         os._exit(0)
     pids.append(pid)
 time.sleep(0.6)

@@ -74,7 +74,7 @@ def test_missing_passes_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             train_rows(groups, config, AlgoState())
-    with pytest.raises(ValueError, match="scores has 1 arrays for 8"):
+    with pytest.raises(ValueError, match=r"scores\.logprobs has 1 arrays for 8"):
         train_rows(groups, method(), AlgoState(), scores=Scores([np.zeros(3)]))
 
 
