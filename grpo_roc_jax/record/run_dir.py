@@ -189,7 +189,7 @@ def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
         ConfigError: `run_dir` holds a run and `resume` is `never`, is not the address of a supported store, or has a
             path where no checkpoint can be written; or the name is that of no directory below `runs`.
     """
-    if not run_dir and Path(os.path.normpath(name)).parts[:1] in ((), ("..",), ("/",)):
+    if not run_dir and (Path(os.path.normpath(name)).parts[:1] in ((), ("..",)) or Path(name).is_absolute()):
         raise ConfigError(f"name = {name!r}; must name a directory below runs, as in --name toy, or set --run_dir")
     path = Path("runs") / name if not run_dir else local_dir(run_dir) if is_address(run_dir) else local_path(run_dir)
     check_path(path)
