@@ -15,9 +15,9 @@ from pathlib import Path
 import tyro
 
 from grpo_roc_jax.data.problems import problem_row
+from grpo_roc_jax.process.outputs import output_file, write_output
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.record.trace import TraceRecord, read_trace, recorded_steps
-from grpo_roc_jax.settings.files import output_file, write_output
 
 
 @dataclass(frozen=True)

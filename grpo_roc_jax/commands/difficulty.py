@@ -15,8 +15,8 @@ import tyro
 from grpo_roc_jax.commands.evaluate import EvaluateConfig, check_temperature, folder_of, sample_policy
 from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.problems import problem_row
+from grpo_roc_jax.process.outputs import output_file, write_output
 from grpo_roc_jax.process.progress import show_log
-from grpo_roc_jax.settings.files import output_file, write_output
 from grpo_roc_jax.types import Group
 
 PROG = "grpo-roc difficulty"

@@ -22,6 +22,7 @@ from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import Notes, eval_problems, fitting_problems
 from grpo_roc_jax.engine.protocol import RunOptions, rollout_display
+from grpo_roc_jax.process.outputs import output_file, write_output
 from grpo_roc_jax.process.progress import phase, show_log
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
@@ -35,7 +36,7 @@ from grpo_roc_jax.run.load import is_run, load_policy, settings_for, warn_of_too
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
-from grpo_roc_jax.settings.files import local_path, output_file, write_output
+from grpo_roc_jax.settings.files import local_path
 from grpo_roc_jax.types import Metrics, Problem
 
 PROG = "grpo-roc evaluate"

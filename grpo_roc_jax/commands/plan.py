@@ -10,8 +10,8 @@ import jax
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.planner.plan import chosen_stages, plan
 from grpo_roc_jax.planner.topology import TopologyError
+from grpo_roc_jax.process.outputs import output_file, write_output
 from grpo_roc_jax.settings.cli import ConfigError, load_config
-from grpo_roc_jax.settings.files import output_file, write_output
 
 FITS, DOES_NOT_FIT, BAD_CONFIG = 0, 1, 2
 

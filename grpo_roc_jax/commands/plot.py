@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from grpo_roc_jax.settings.files import output_file
+from grpo_roc_jax.process.outputs import output_file
 from grpo_roc_jax.view.curves import RunData, by_label, curve, last_third, load_runs
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from grpo_roc_jax.process.outputs import output_file
 from grpo_roc_jax.process.progress import show_log
 from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.settings.cli import describe_error
-from grpo_roc_jax.settings.files import output_file
 from grpo_roc_jax.tools.config import LEVELS, ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor, malformed_result

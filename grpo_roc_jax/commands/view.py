@@ -29,12 +29,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from grpo_roc_jax.process.outputs import output_file, write_output
 from grpo_roc_jax.process.progress import phase, show_log
 from grpo_roc_jax.record import index
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, trace_files
-from grpo_roc_jax.settings.files import local_path, output_file, write_output
+from grpo_roc_jax.settings.files import local_path
 from grpo_roc_jax.view.answers import Block, Runs, records_of
 from grpo_roc_jax.view.atif import documents, read_atif
 from grpo_roc_jax.view.page_server import PageServer

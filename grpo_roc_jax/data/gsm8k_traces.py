@@ -28,7 +28,7 @@ import tyro
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.generated import TOOL_NAME, guessed_answer
 from grpo_roc_jax.data.problems import read_rows
-from grpo_roc_jax.settings.files import output_file, write_output
+from grpo_roc_jax.process.outputs import output_file, write_output
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor

@@ -8,8 +8,8 @@ import pytest
 from grpo_roc_jax.commands import difficulty, evaluate, run_tools, view
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.data import gsm8k_traces
+from grpo_roc_jax.process.outputs import output_file, write_output
 from grpo_roc_jax.record.run_dir import choose_run_dir
-from grpo_roc_jax.settings.files import output_file, write_output
 from grpo_roc_jax.view.curves import load_runs
 
 COMMANDS = {

@@ -72,7 +72,11 @@ def test_merged_and_unmerged_logits_are_equal(model, targets):
     wanted = logits(merged(base, adapter), model)
     effect = np.abs(wanted - logits(base, model)).max()
     assert effect > 1
-    inputs = {name.removesuffix("_lora_a"): leaf.shape[1:-1] for name, leaf in adapter["layers"].items() if name.endswith("_a")}
+    inputs = {
+        name.removesuffix("_lora_a"): leaf.shape[1:-1]
+        for name, leaf in adapter["layers"].items()
+        if name.endswith("_a")
+    }
     assert {leaf: len(shape) for leaf, shape in inputs.items()} == {
         leaf: 2 if leaf in ("wo", "w_out") else 1 for leaf in inputs
     }, "each head has inputs of its own only where heads go in"
