@@ -256,8 +256,9 @@ def serve(link):
         data, new, _, _ = socket.recv_fds(link, 1 << 16, 64)
         if not data:
             for pid in runs:
-                with contextlib.suppress(OSError):
-                    os.killpg(pid, signal.SIGKILL)
+                for kill in (os.killpg, os.kill):  # one that has just begun has no group yet
+                    with contextlib.suppress(OSError):
+                        kill(pid, signal.SIGKILL)
             os._exit(0)
         received += data
         descriptors += new

@@ -27,6 +27,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import SchemaValidator, core_schema
 
 from grpo_roc_jax.settings.callables import described_error, message_of
+from grpo_roc_jax.settings.files import DEEPEST, depth_over
 from grpo_roc_jax.types import ToolResult
 
 MAX_CODE_BYTES = 8 << 20
@@ -368,10 +369,11 @@ class Registry:
         if tool is None:
             known = ", ".join(self._tools)
             return ToolResult("unknown_tool", error_type="UnknownTool", error_message=f"{name!r:.80}; known: {known}")
+        fault = f"arguments are nested more than {DEEPEST} levels deep" if depth_over(arguments, DEEPEST) else ""
         try:
-            fault = tool.signature.fault(arguments)
+            fault = fault or tool.signature.fault(arguments)
             job = None if fault else tool.prepare(arguments, session)
-        except (ValueError, RecursionError) as error:  # numbers of too many digits, values that are nested too deep
+        except (ValueError, RecursionError) as error:  # numbers of too many digits
             fault = f"arguments cannot be passed on: {error}"
         if fault:
             return ToolResult("bad_arguments", error_type="BadArguments", error_message=f"{tool.name}: {fault}"[:500])

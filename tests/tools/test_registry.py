@@ -418,7 +418,7 @@ def test_values_of_any_size_are_no_exception() -> None:
     registry.add(keep)
     for tool, arguments in (
         ("keep", {"value": 10**5000}),
-        ("keep", {"value": functools.reduce(lambda inner, _: [inner], range(5000), [])}),
+        *(("keep", {"value": functools.reduce(lambda inner, _: [inner], range(deep), [])}) for deep in (99, 5000)),
         ("pay", {"sum": 10**5000}),
     ):
         assert registry.prepare(tool, arguments, None).kind == "bad_arguments"
