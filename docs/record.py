@@ -33,6 +33,8 @@ TELLING = re.compile(
 """What a page shows of a training run: the plan, one step, losses, rewards, and how it ended."""
 DURATION = re.compile(r"(?<![\w.])(\d[\d.]*) (?:s|min|h)\b")
 """`about 90 s` on one machine is `about 2 min` on another."""
+STEP = re.compile(r"(?:(?:sft|step) +\d+)?")
+"""The step of a line of a training run."""
 NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d.,]*(?:e-?\d+)?|\b[0-9a-f]{16}\b")
 
 
@@ -136,17 +138,18 @@ def renewed(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
     """The shown lines with the numbers of this output; all of it where the page shows nothing yet."""
     if not shown or missing(shown, printed):
         return list(printed)
-    lines, kept = iter(printed), list[str]()
+    after, kept = 0, list[str]()
     for line in shown:
         if line == GAP:
             kept.append(line)
         elif not line.startswith(INSIDE):
-            inside = []
-            for other in lines:
-                if form(other) == form(line):
-                    break
-                inside = [*inside, other] if other.startswith(INSIDE) else []
-            kept += [*inside, other]
+            alike = [i for i in range(after, len(printed)) if form(printed[i]) == form(line)]
+            at = next((i for i in alike if STEP.match(printed[i])[0] == STEP.match(line)[0]), alike[0])
+            box = at
+            while box > after and printed[box - 1].startswith(INSIDE):
+                box -= 1
+            kept += printed[box : at + 1]
+            after = at + 1
     return kept
 
 

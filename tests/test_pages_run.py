@@ -51,6 +51,9 @@ def test_two_runs_may_differ_in_numbers_and_in_nothing_else():
     assert record.missing(["step 1  rewards 0.5  kept 128"], printed)
     assert record.renewed(["...", "end in 3 s"], printed) == ["...", "end in 12 s"]
     assert record.renewed([], printed) == printed
+    steps = ["sft    1  nll 3", "sft    2  nll 2", "sft  100  nll 1"]  # the line of the same step, if it was printed
+    assert record.renewed(["sft    1  nll 9", "sft  100  nll 9"], steps) == [steps[0], steps[2]]
+    assert record.renewed(["sft    1  nll 9", "sft   50  nll 9"], steps) == steps[:2]
     box = ["╭─ uid 2 ─╮", "│ 5 │", "│ 6 │", "╰─────╯", "end in 1 s"]  # what a policy said may be something else
     assert record.missing(["╭─ uid 1 ──╮", "│ up │", "╰────╯", "end in 9 s"], ["a", *box]) == []
     assert record.renewed(["╭─ uid 1 ──╮", "│ up │", "╰────╯", "end in 9 s"], ["a", *box]) == box
