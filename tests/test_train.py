@@ -189,7 +189,7 @@ def test_devices_that_share_rows_take_the_same_first_step(full_run, tmp_path):
     names = [name for name in theirs if name.startswith(("loss/", "roc/", "verdict/", "rollout/stop", "update/grad"))]
     assert len(names) > 20
     for name in names:
-        assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-5, nan_ok=True), name
 
 
 RECURRENT = """
