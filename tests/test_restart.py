@@ -1,5 +1,6 @@
 """A second start in the directory of a run goes on, shows that the run has ended, or refuses and changes nothing."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from grpo_roc_jax.run.watch import Stopped, Watch, Watchdog
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten, load_config
 from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.train import main
+from tests.helpers.knobs import other_values
 from tests.helpers.rollout_fakes import MODEL, sharp_params
 from tests.test_knob_effects import CASES
 from tests.test_train import TINY, launch, numbers, params_hash, wait_for_step
@@ -196,10 +198,12 @@ def test_every_setting_that_force_is_offered_for_can_be_forced(full_run):
     """All settings with another value: either `--force` is not offered, or the saved arrays are those of the state but
     for the dtype of moments, which are cast. (Other data begin at their start.)"""
     saved = read_manifest(newest_whole(full_run / "checkpoints")).leaves
-    offered, refused = [], []
-    for key, case in CASES.items():
+    offered, refused, words = [], [], [*WORDS, f"--run_dir={full_run}"]
+    plain = load_config(Config, words, prog="test")
+    changes = [(key, value) for key, case in CASES.items() for value in values_of(key, case, plain)]
+    for key, value in changes:
         try:
-            config = load_config(Config, [*WORDS, f"--run_dir={full_run}", f"--{key}={word(case.value)}"], prog="test")
+            config = load_config(Config, [*words, f"--{key}={word(value)}"], prog="test")
             leaves = state_leaves(config)
         except ConfigError:
             continue  # not without other settings
@@ -236,6 +240,15 @@ def test_a_section_that_is_added_or_left_out_is_a_change(section, words):
     for before, now in (settings, settings[::-1]):
         changed = changed_settings(dict(flatten(yaml.safe_load(dump_yaml(before)))), now)
         assert changed.keys() == {section} and None in changed[section], changed
+
+
+def values_of(key, case, config):
+    """Other values of a setting; none where its section is not there."""
+    if case.value is not None:
+        return [case.value]
+    with contextlib.suppress(AttributeError, TypeError, StopIteration):
+        return other_values(config, key)
+    return []
 
 
 def word(value):
