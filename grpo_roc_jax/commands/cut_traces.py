@@ -43,8 +43,8 @@ def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
         if record.trajectory.condition:
             continue  # its prompt had more than the question
         for turn in record.trajectory.turns[:-1]:
-            said = (turn.text, *(result.shown or result.observation for result in turn.results), turn.reply)
-            history += "".join(f"{text}\n" for i, text in enumerate(said) if text or not i)
+            texts = (turn.text, *(result.shown or result.observation for result in turn.results), turn.reply)
+            history += "".join(f"{text}\n" for i, text in enumerate(texts) if text or not i)
             prompt = f"{problem.prompt}\n{intro}{history}"
             if prompt not in rows:
                 rows[prompt] = problem_row(replace(problem, prompt=prompt))

@@ -141,9 +141,9 @@ def evaluation_in(folder: Path) -> Path:
         ConfigError: It holds something else, such as a run, whose files the evaluation would replace.
     """
     others = [CONFIG_FILE, METRICS_FILE, TRAJECTORIES] if not (folder / REQUEST_FILE).is_file() else []
-    if found := [name for name in ("checkpoints", *others) if (folder / name).exists()]:
+    if names := [name for name in ("checkpoints", *others) if (folder / name).exists()]:
         raise ConfigError(
-            f"--keep {folder} --resume: it holds {found[0]} and is no evaluation; name the directory of an evaluation, "
+            f"--keep {folder} --resume: it holds {names[0]} and is no evaluation; name the directory of an evaluation, "
             "or one that is unused"
         )
     return folder

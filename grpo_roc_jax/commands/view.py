@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with phase("reading the trajectories", routine=True):
             choice = choose(config)
             nothing = "" if choice.matched else f"no trajectory matches\n{available(config)}"
-            whole = page(config, choice) if html and choice.matched else ""
+            document = page(config, choice) if html and choice.matched else ""
         if nothing:
             print(nothing)
         elif atif:
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_output("--atif", atif, text)
             print(f"written: {atif} ({len(records)} of {choice.matched} matching trajectories)")
         elif html:
-            write_output("--html", html, whole)
+            write_output("--html", html, document)
             print(f"written: {html} ({len(choice.places)} of {choice.matched} matching trajectories)")
         else:
             print_text(config, choice)

@@ -145,11 +145,11 @@ def make_problem_stream(
             raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
         if not trainable:
             continue
-        place = sum(len(others) != TRACE_START for _, others in sources[:index])
-        datasets.append(_epochs(trainable, config.shuffle, seed, place))
+        files_before = sum(len(others) != TRACE_START for _, others in sources[:index])
+        datasets.append(_epochs(trainable, config.shuffle, seed, files_before))
         named = isinstance(trainable, _Addressed)
         content = f"{source}:{len(trainable)}" if named else _digest(problem.uid for problem in trainable)
-        contents.append(content + _order(config.shuffle, place))
+        contents.append(content + _order(config.shuffle, files_before))
         used.append(index)
     weights = [config.weights[index] for index in used] if config.weights else ()
     return _stream(datasets, contents, weights, problems, seed, notes)
@@ -276,10 +276,10 @@ def make_trace_stream(
             rows, lengths = _writable_traces(rows, row_length, source, config.bad_rows, notes)
             rows = _fitting_traces(rows, lengths, max_row_tokens, source, config.bad_rows, notes)
             longest = max(longest, *(tokens for tokens in lengths if tokens <= max_row_tokens))
-        place = sum(generator_of(other) is None for other in sources[:index])
-        datasets.append(_epochs(rows, config.shuffle, seed, place))
+        files_before = sum(generator_of(other) is None for other in sources[:index])
+        datasets.append(_epochs(rows, config.shuffle, seed, files_before))
         content = _digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows)
-        contents.append(content + _order(config.shuffle, place))
+        contents.append(content + _order(config.shuffle, files_before))
     return _stream(datasets, contents, weights, traces, seed, notes, longest)
 
 
@@ -427,24 +427,24 @@ def _writable_traces(
     Raises:
         ValueError: It can write none, or not all and `bad_rows` is `fail`.
     """
-    kept, lengths, unfit = [], [], []
+    fitting, lengths, unfit = [], [], []
     for trace in traces:
         try:
             lengths.append(row_length(trace))
-            kept.append(trace)
+            fitting.append(trace)
         except UnfitTrace as error:
             unfit.append(error)
     if not unfit:
-        return kept, lengths
+        return fitting, lengths
     text = f"{source}: {len(unfit)} of {len(traces)} conversations do not fit"
     named = [f"{source}: {error}" for error in unfit[:SHOWN]]
     calls = [error.calls for error in unfit if error.calls]
     remedy = [f"text.max_calls_per_turn {max(calls)} keeps {len(calls)} of these"] if calls else []
-    if not kept or bad_rows == "fail":
-        raise ValueError("\n".join(["; ".join([text, *remedy, *([_DROP] if kept else [])]), *named]))
-    notes += ["; ".join([f"{text} and are left out, {len(kept)} are left", *remedy]), *named]
+    if not fitting or bad_rows == "fail":
+        raise ValueError("\n".join(["; ".join([text, *remedy, *([_DROP] if fitting else [])]), *named]))
+    notes += ["; ".join([f"{text} and are left out, {len(fitting)} are left", *remedy]), *named]
     notes.left_out += len(unfit)
-    return kept, lengths
+    return fitting, lengths
 
 
 def _fitting_traces(
@@ -506,20 +506,20 @@ def _fitting_trace(
     raise ValueError(f"{source}: {TRIES} demonstrations do not fit, the last one: {problem}")
 
 
-def _epochs(rows: Sequence[Any], shuffle: bool, seed: int, place: int) -> grain.MapDataset:
-    """The rows of a file, again and again; `place` is the number of files before it among the sources. Each file has an
+def _epochs(rows: Sequence[Any], shuffle: bool, seed: int, files_before: int) -> grain.MapDataset:
+    """The rows of a file, again and again; `files_before` counts those before it among the sources. Each file has an
     order of its own, so that rows of parallel files do not meet in a batch."""
     dataset = grain.MapDataset.source(rows)
-    own_seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0]) if place else seed
+    own_seed = int(np.random.SeedSequence([seed, files_before]).generate_state(1)[0]) if files_before else seed
     return (dataset.seed(own_seed).shuffle() if shuffle else dataset).repeat()
 
 
-def _order(shuffle: bool, place: int) -> str:
+def _order(shuffle: bool, files_before: int) -> str:
     """The part of a fingerprint for the order of the rows of a file; empty for the first one by default, as in
     positions of earlier versions."""
     if not shuffle:
         return ":in order"
-    return f":shuffle {place}" if place else ""
+    return f":shuffle {files_before}" if files_before else ""
 
 
 def _stream(

@@ -431,8 +431,8 @@ def run_layers(
     ids, beside = split_adapters(params, tokens)
     x = embed(params, ids, config)
     given = given_to_layers(params, ids, x, config)
-    for layer, rope, attend, own in zip(params["layers"], ropes, attends, given, strict=True):
-        x = block(layer | beside | own, x, rope, attend, config, experts)
+    for layer, rope, attend, inputs in zip(params["layers"], ropes, attends, given, strict=True):
+        x = block(layer | beside | inputs, x, rope, attend, config, experts)
     return x
 
 

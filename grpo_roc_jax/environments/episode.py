@@ -129,16 +129,16 @@ class Episode:
 
         async def begin() -> str:
             # The rollouts of a group share the columns of their row.
-            own = problem.copied()
+            row = problem.copied()
             self._name = self._settings.choice.name_for(problem)
             factory = self._factories[self._name]
             self._environment = environment = await self._made(factory)
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
                 environment.seed = seed
-                text = await self._call(environment.reset, own)
+                text = await self._call(environment.reset, row)
             else:
-                text = await self._call(environment.reset, **accepted(environment.reset, row_of(own)))
+                text = await self._call(environment.reset, **accepted(environment.reset, row_of(row)))
             return checked_text(text, "reset")
 
         async with self._in_use:

@@ -163,8 +163,8 @@ def _gemma(stated: dict[str, Any], config: Mapping[str, Any], architecture: str)
     if isinstance(pattern, list):
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     elif isinstance(pattern, int):  # every n-th layer has no window; 0: each has one
-        whole = [bool(pattern) and (i + 1) % pattern == 0 for i in layers]
-        settings["layer_types"] = ["full_attention" if each else "sliding_attention" for each in whole]
+        unwindowed = [bool(pattern) and (i + 1) % pattern == 0 for i in layers]
+        settings["layer_types"] = ["full_attention" if each else "sliding_attention" for each in unwindowed]
     elif "sliding_window" not in config:  # a Gemma 3 without windows, of which llama.cpp's converter says no width
         settings["layer_types"] = ["full_attention" for _ in layers]
     return settings

@@ -245,8 +245,9 @@ def pack(
         leaves["segment_ids"][row, span] = first + np.repeat(np.arange(len(parts)), parts)
         leaves["positions"][row, span] = np.concatenate([np.arange(n) for n in parts])
         if temperature is not None:
-            own = rows[index].temperature
-            leaves["temperatures"][row, span] = (temperature if own is None else own) or 1.0  # greedy: recorded at 1
+            sampled_at = rows[index].temperature
+            sampled_at = temperature if sampled_at is None else sampled_at
+            leaves["temperatures"][row, span] = sampled_at or 1.0  # greedy: recorded at 1
         for name, (field_name, _, _) in OPTIONAL.items():
             if (value := getattr(rows[index], field_name)) is not None:
                 leaves[name][row, span] = value

@@ -449,8 +449,8 @@ class ModelConfig:
         if not shared:
             return
         kinds = [size > 0 for size in self.layer_windows] or [False] * self.layers
-        own = max(0, self.layers - shared)
-        if set(kinds[own:]) - set(kinds[:own]):
+        with_keys = max(0, self.layers - shared)
+        if set(kinds[with_keys:]) - set(kinds[:with_keys]):
             raise ValueError(
                 f"model.windows.shared_layers = {shared} of model.layers = {self.layers} with model.windows.sizes = "
                 f"{self.windows.sizes}; layers with and without a window that share keys each need one before them "
@@ -515,10 +515,10 @@ class ModelConfig:
     @property
     def key_layers(self) -> tuple[int, ...]:
         """For each layer the one whose keys and values it reads: itself, unless it shares those of an earlier layer."""
-        own = self.layers - self.windows.shared_layers
+        with_keys = self.layers - self.windows.shared_layers
         kinds = [size > 0 for size in self.layer_windows] or [False] * self.layers
-        last = {kinds[i]: i for i in range(own)}
-        return tuple(i if i < own else last[kinds[i]] for i in range(self.layers))
+        last = {kinds[i]: i for i in range(with_keys)}
+        return tuple(i if i < with_keys else last[kinds[i]] for i in range(self.layers))
 
     @property
     def cached_heads(self) -> tuple[tuple[int, int], ...]:

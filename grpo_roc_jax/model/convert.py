@@ -251,12 +251,12 @@ def _load(
     params: Params = {"layers": {}}
     for number, rule in enumerate(table):
         loading.at(number, f"{number} of {len(table)} kinds of tensors")
-        kept = jnp.dtype(jnp.float32) if stays_exact(rule.leaf) else jnp.dtype(dtype)
-        read = partial(_read_leaf, tensors, rule, config, kept)
+        stored = jnp.dtype(jnp.float32) if stays_exact(rule.leaf) else jnp.dtype(dtype)
+        read = partial(_read_leaf, tensors, rule, config, stored)
         if "{layer}" not in rule.name:
             shape = Layout(rule, config).shape
             params[rule.leaf] = jax.make_array_from_callback(
-                shape, sharding_of(rule.leaf), partial(read, 0), dtype=kept
+                shape, sharding_of(rule.leaf), partial(read, 0), dtype=stored
             )
         else:
             sharding, shape = sharding_of("layers", rule.leaf), _leaf_shape(rule, config)
@@ -264,9 +264,9 @@ def _load(
             if bits < 16 and rule.leaf in MATRICES:
                 params["layers"][rule.leaf] = _read_quantized(tensors, rule, config, _of_layer(sharding), places, bits)
                 continue
-            layers = _read_layers(read, shape, sharding, places, kept)
+            layers = _read_layers(read, shape, sharding, places, stored)
             stacked_shape = (len(places), *shape)
-            params["layers"][rule.leaf] = _stack(layers, stacked_shape, kept, sharding) if stacked else tuple(layers)
+            params["layers"][rule.leaf] = _stack(layers, stacked_shape, stored, sharding) if stacked else tuple(layers)
     if not stacked:
         params["layers"] = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params

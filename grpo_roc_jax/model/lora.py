@@ -288,8 +288,8 @@ def save_adapter(
     Raises:
         CheckpointError: a value is not finite; the message names its tensor.
     """
-    parts, whole = _published_pairs(lora, family, model), is_within_whole(model)
-    names = [part.name.replace(_TEXT_MODULE, _WITHIN_WHOLE, 1) if whole else part.name for part in parts]
+    parts, within = _published_pairs(lora, family, model), is_within_whole(model)
+    names = [part.name.replace(_TEXT_MODULE, _WITHIN_WHOLE, 1) if within else part.name for part in parts]
     planned = [Planned(name, np.dtype(np.float32), part.shape) for name, part in zip(names, parts, strict=True)]
 
     def values():
@@ -314,7 +314,7 @@ def save_adapter(
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
-    } | ({"exclude_modules": LEFT_OUT.pattern} if whole else {})
+    } | ({"exclude_modules": LEFT_OUT.pattern} if within else {})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     return [ADAPTER_FILE, ADAPTER_CONFIG]
 

@@ -629,10 +629,10 @@ def final_hidden(params: Params, x: Float[Array, "B T D"], config: ModelConfig) 
 
 def unembedding(params: Params) -> Float[Array, "V D"]:
     """The unembedding as [V,D], tied or not."""
-    own = params.get("unembed")
-    if isinstance(own, OutputsFirst):
-        return own.values
-    return params["embed"] if own is None else own.T
+    head = params.get("unembed")
+    if isinstance(head, OutputsFirst):
+        return head.values
+    return params["embed"] if head is None else head.T
 
 
 def unembed(
@@ -646,8 +646,8 @@ def unembed(
         config: The model.
         outputs_first: Compute the product as `outputs_first.multiply` does, if the unembedding is stored as [V,D].
     """
-    table, own = unembedding(params), params.get("unembed")
-    if outputs_first and (own is None or isinstance(own, OutputsFirst)):
+    table, head = unembedding(params), params.get("unembed")
+    if outputs_first and (head is None or isinstance(head, OutputsFirst)):
         logits = multiply(hidden, OutputsFirst(table, 1), jnp.float32)
     else:
         logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
@@ -701,11 +701,11 @@ def forward(
         layer = layer if replayed is None else layer | {"routes": replayed}
         layer = layer if given is None else layer | {"input": given}
         segments, window = _in_chunks(segment_ids, positions, window, config)
-        attend, kept = partial(_attend_rows, attend_all, segments, window), []
-        attend = partial(_attend_shared, attend, keys, kept) if config.windows.shared_layers else attend
+        attend, new_keys = partial(_attend_rows, attend_all, segments, window), []
+        attend = partial(_attend_shared, attend, keys, new_keys) if config.windows.shared_layers else attend
         mix = partial(execution.recur, config.delta, segment_ids) if "w_qkv" in layer else attend
         x = block(layer, x, _choose_rope([*tables.values()], rope), mix, config, execution.experts, splits)
-        return splits.residual(x), kept[0] if kept else None
+        return splits.residual(x), new_keys[0] if new_keys else None
 
     body = execution.remat(run_layer) if execution.remat else run_layer
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
@@ -754,13 +754,13 @@ PeriodInputs = tuple[Params, tuple[Array | None, ...]]
 
 
 def _attend_shared(
-    attend: Callable, shared: Keys | None, kept: list[Keys], q: Array, k: Array | None, v: Array | None, *sinks: Array
+    attend: Callable, shared: Keys | None, fresh: list[Keys], q: Array, k: Array | None, v: Array | None, *sinks: Array
 ) -> Array:
-    """`attend` with the shared keys and values in a layer without its own; otherwise its own are put into `kept`."""
+    """`attend` with the shared keys and values in a layer without its own; otherwise its own are put into `fresh`."""
     if k is None:
         k, v = shared
     else:
-        kept.append((k, v))
+        fresh.append((k, v))
     return attend(q, k, v, *sinks)
 
 
@@ -779,10 +779,10 @@ def _scan_periods(
     `remat` wraps each layer, and the slices of its leaves too: otherwise the backward pass would keep a copy of all
     weights, gathered where experts are.
     """
-    own = config.layers - config.windows.shared_layers
+    with_keys = config.layers - config.windows.shared_layers
     scan = partial(_scan_part, body, remat, layers=layers, by_layer=by_layer, tables=tables, config=config)
-    x, keys = scan(x, first=0, last=own, keys={})
-    return scan(x, first=own, last=config.layers, keys=keys)[0] if own < config.layers else x
+    x, keys = scan(x, first=0, last=with_keys, keys={})
+    return scan(x, first=with_keys, last=config.layers, keys=keys)[0] if with_keys < config.layers else x
 
 
 def _scan_part(
@@ -823,16 +823,16 @@ def _scan_part(
         return body(x, (layer, window, rope, replayed, part), keys)
 
     def visit(x: Array, inputs: PeriodInputs) -> tuple[Array, dict[bool, Keys]]:
-        kept = {}
+        new_keys = {}
         for i, rope in enumerate(ropes):
             x, new = remat(partial(layer_of, i))(x, inputs, rope, keys.get(windowed[first + i]))
-            kept |= {windowed[first + i]: new} if new is not None else {}
-        return x, kept
+            new_keys |= {windowed[first + i]: new} if new is not None else {}
+        return x, new_keys
 
     periods = (last - first) // period
     grouped = jax.tree.map(lambda leaf: leaf.reshape(periods, -1, *leaf.shape[1:]), (leaves, (windows, routes, given)))
-    x, kept = jax.lax.scan(visit, x, grouped)
-    return x, jax.tree.map(lambda of: of[-1], kept)
+    x, new_keys = jax.lax.scan(visit, x, grouped)
+    return x, jax.tree.map(lambda of: of[-1], new_keys)
 
 
 def _in_chunks(

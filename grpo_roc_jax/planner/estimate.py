@@ -249,9 +249,12 @@ def _estimate_sampling(deployment: Deployment, cache: float, sampled: Params, re
     # Added up over `tensor` are the two outputs of each layer, but not those of the last one in an append, which keeps
     # its own keys and values only, and the embeddings; all devices get the logits of a decode step. Dense layers beside
     # those with experts are whole on every device (`publish.sampler_shardings`).
-    dense, own = layers_with("d_down", model) if model.experts.dense_ff else (), layers - model.windows.shared_layers
+    dense = layers_with("d_down", model) if model.experts.dense_ff else ()
+    with_keys = layers - model.windows.shared_layers
     output, embedding = 4.0 * model.d_model, itemsize * model.d_model
-    append_sums = new_tokens * ((2 * (own - 1) - sum(layer < own - 1 for layer in dense)) * output + embedding)
+    append_sums = new_tokens * (
+        (2 * (with_keys - 1) - sum(layer < with_keys - 1 for layer in dense)) * output + embedding
+    )
     decode_sums = rows * ((2 * layers - len(dense)) * output + embedding)
     reads, appended = decode_reads(sampled), append_reads(sampled, model)
     arguments = device_bytes(sampled) + cache

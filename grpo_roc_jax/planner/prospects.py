@@ -127,14 +127,14 @@ def trains(config: Config) -> bool:
         return True
     made = sample_trajectories(PROBLEM)
     outcomes = [(made["wrong answer"], verdict_of(config, 0.0)), (made["right answer"], verdict_of(config, 1.0))]
-    size, rng, kept = config.resample.sampled(config.group.size), np.random.default_rng(0), []
+    size, rng, selected = config.resample.sampled(config.group.size), np.random.default_rng(0), []
     try:
         for right in range(size + 1):
-            pairs = [outcomes[place < right] for place in range(size)]
+            pairs = [outcomes[i < right] for i in range(size)]
             group = Group(PROBLEM, *(tuple(part) for part in zip(*pairs, strict=True)))
             selection = resample_group(group, config, rng)
-            kept += [subset(group, selection)] if selection.kept else []
-        rows = train_rows(kept, config, initial_state(config), rng=rng)
+            selected += [subset(group, selection)] if selection.kept else []
+        rows = train_rows(selected, config, initial_state(config), rng=rng)
     except Exception:  # of a method that reads log-probabilities, or of a function of the user's
         return True
     return any(row.advantages.any() for row in rows)

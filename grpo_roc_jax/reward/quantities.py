@@ -217,7 +217,7 @@ def _as_tokens(number: Fraction) -> list[Token]:
 def _words_before(tokens: list[Token]) -> tuple[list[Token], list[str]]:
     """(the tokens from the expression on, the words before it); a sign in words is part of the expression."""
     before: list[str] = []
-    said: list[str] = []
+    words: list[str] = []
     start = 0
     while start + 1 < len(tokens):
         token, following = tokens[start], tokens[start + 1]
@@ -227,16 +227,16 @@ def _words_before(tokens: list[Token]) -> tuple[list[Token], list[str]]:
         start += 1
         if word in ("minus", "negative"):
             return [Token("-"), *tokens[start:]], before
-        said.append(word)
+        words.append(word)
         if word in vocabulary.COPULAS:
             before = [word for word in before if word != "inverse"]  # the square of the distance is 5
-        elif vocabulary.operates(said):
+        elif vocabulary.operates(words):
             before.append("inverse")  # the square of 5 is not 5
         if word not in vocabulary.HEDGES and word != "plus":
             before.append(word)
         if following.text in (":", "-", ",") and start + 1 < len(tokens):
             start += 1
-    if said[-1:] == ["from"]:
+    if words[-1:] == ["from"]:
         before.append("inverse")  # any integer from 5
     return tokens[start:], before
 

@@ -339,7 +339,7 @@ def _message(error):
     """The text of an exception, with the exceptions in a group, then its notes."""
     text = _clip(error)
     try:
-        members = ["%s: %s" % (_type_name(type(one)), _clip(one)) for one in _leaves(error)]  # noqa: UP031
+        members = ["%s: %s" % (_type_name(type(leaf)), _clip(leaf)) for leaf in _leaves(error)]  # noqa: UP031
         if members:
             text += ": " + "; ".join([member.removesuffix(": ") for member in members])
         notes = getattr(error, "__notes__", None)
@@ -354,11 +354,11 @@ def _leaves(error):
     """The first exceptions in a group that are no groups themselves."""
     leaves, rest = [], [error] if issubclass(type(error), BaseExceptionGroup) else []
     while rest and len(leaves) < SHOWN_OF_GROUP:
-        one = rest.pop()
-        if issubclass(type(one), BaseExceptionGroup):
-            rest += _members(one)[SHOWN_OF_GROUP - 1 :: -1]
+        nested = rest.pop()
+        if issubclass(type(nested), BaseExceptionGroup):
+            rest += _members(nested)[SHOWN_OF_GROUP - 1 :: -1]
         else:
-            leaves.append(one)
+            leaves.append(nested)
     return leaves
 
 

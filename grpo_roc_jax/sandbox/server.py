@@ -35,9 +35,9 @@ def answer_of(result: ToolResult) -> dict[str, Any]:
         return {"status": "SandboxError", "message": message, "run_result": None} | rest
     late = result.kind == "timeout"
     stderr = result.stderr
-    if said := last_words(result):
+    if words := last_words(result):
         gap = "\n" if stderr and not stderr.endswith("\n") else ""
-        stderr += f"{gap}{said}\n"
+        stderr += f"{gap}{words}\n"
     run = {
         "status": "TimeLimitExceeded" if late else "Finished", "execution_time": result.wall_ms / 1000,
         "return_code": None if late else exit_status(result), "stdout": result.stdout, "stderr": stderr,

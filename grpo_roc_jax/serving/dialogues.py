@@ -157,12 +157,12 @@ class Dialogues:
         begin = 0
         calls: tuple[ToolCall, ...] = ()
         for i in reversed(range(len(turns))):
-            kept = self._kept(keys[i], thoughts[: i + 1]) if keys[i] in self._thoughts else None
-            if kept is not None:
-                self._known.move_to_end((keys[i], kept))
-                entry = self._known[keys[i], kept]
+            recorded = self._recorded(keys[i], thoughts[: i + 1]) if keys[i] in self._thoughts else None
+            if recorded is not None:
+                self._known.move_to_end((keys[i], recorded))
+                entry = self._known[keys[i], recorded]
                 ids, begin, calls = entry.ids.tolist(), i + 1, entry.calls
-                thoughts = kept + thoughts[i + 1 :]
+                thoughts = recorded + thoughts[i + 1 :]
                 break
         known = len(ids)
         opened = self._extend(chat, ids, turns[begin:], calls)
@@ -184,11 +184,11 @@ class Dialogues:
             ids += begun_ids
         return Context(np.asarray(ids, np.int32), key, chat, bool(tools), thoughts, known, begun, tuple(begun_ids))
 
-    def _kept(self, key: bytes, thoughts: tuple[str, ...]) -> tuple[str, ...] | None:
+    def _recorded(self, key: bytes, thoughts: tuple[str, ...]) -> tuple[str, ...] | None:
         """The thoughts under which messages are known, the last sampled first; None if a request gives others."""
-        for kept in reversed(self._thoughts[key]):
-            if all(given in ("", own) for given, own in zip(thoughts, kept, strict=True)):
-                return kept
+        for recorded in reversed(self._thoughts[key]):
+            if all(given in ("", thought) for given, thought in zip(thoughts, recorded, strict=True)):
+                return recorded
         return None
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
@@ -437,8 +437,8 @@ def message_of(answer: TurnAnswer) -> DialogueMessage:
 def written(chat: ChatFormat, message: DialogueMessage) -> str:
     """The text of a turn that was not sampled here, in the form of the template."""
     closing = THOUGHTS[1][1]
-    whole = not message.reasoning and closing in message.text  # the client sends the turn back as it was sampled
-    text = message.text if whole else f"{message.reasoning}{closing}{message.text}"
+    unsplit = not message.reasoning and closing in message.text  # the client sends the turn back as it was sampled
+    text = message.text if unsplit else f"{message.reasoning}{closing}{message.text}"
     calls = (f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in message.calls)
     return chat.written(text + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls))
 

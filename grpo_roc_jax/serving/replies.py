@@ -495,19 +495,19 @@ class TextReply(PlainReply):
 
     def _named(self, token: int) -> str:
         """A part of a character by its bytes, as OpenAI names it: parts of several have one name each."""
-        own = self.tokenizer.token_bytes(token)
+        data = self.tokenizer.token_bytes(token)
         try:
-            return own.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return f"bytes:{str(own)[2:-1]}"
+            return f"bytes:{str(data)[2:-1]}"
 
     def _read(self, choice: SampledChoice, ids: list[int]) -> None:
         if not self.fields.logprobs:
             super()._read(choice, ids)
             return
         for token in ids:  # one by one, for the place of each
-            place = choice.growing.place_of(token, self.tokenizer)
-            choice.offsets.append(max([place, *choice.offsets[-1:]]))
+            offset = choice.growing.place_of(token, self.tokenizer)
+            choice.offsets.append(max([offset, *choice.offsets[-1:]]))
             choice.growing.add([token], self.tokenizer)
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:

@@ -178,11 +178,11 @@ class ResponsesReply(EventReply):
     def _ended_response(self, choice: SampledChoice, output: list[JSON], answer: TurnAnswer) -> JSON:
         cut = choice.finish_reason == "length" and not answer.calls
         if self._request.get("store") is not False:
-            said = [*self._messages, self._turn(output, answer)]
+            messages = [*self._messages, self._turn(output, answer)]
             if self.context.begun is not None:  # the request began the turn
-                said[-2:] = [_joined(*said[-2:])]
-            said = [{name: value for name, value in message.items() if name != WHERE} for message in said]
-            self._remembered.add(self._session, self.id, said)
+                messages[-2:] = [_joined(*messages[-2:])]
+            messages = [{name: value for name, value in message.items() if name != WHERE} for message in messages]
+            self._remembered.add(self._session, self.id, messages)
         return self._response("incomplete" if cut else "completed", output, self._usage()) | self._token_fields(choice)
 
     @staticmethod

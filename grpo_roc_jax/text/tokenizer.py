@@ -410,7 +410,7 @@ def _without_strip(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _without_tokens(spec: dict[str, Any], texts: Collection[str]) -> dict[str, Any]:
     """A `tokenizer.json` without these added tokens."""
-    kept = [token for token in spec["added_tokens"] if token["content"] not in texts]
+    tokens = [token for token in spec["added_tokens"] if token["content"] not in texts]
     vocabulary = spec["model"]["vocab"]
     model = spec["model"]
     if isinstance(vocabulary, dict):
@@ -421,7 +421,7 @@ def _without_tokens(spec: dict[str, Any], texts: Collection[str]) -> dict[str, A
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
         made = [merge for merge, pair in zip(merges, pairs, strict=True) if "".join(pair) not in texts]
         model = model | {"merges": made}
-    return spec | {"added_tokens": kept, "model": model}
+    return spec | {"added_tokens": tokens, "model": model}
 
 
 def load_tokenizer(config: TextConfig, rows: int = 0) -> Tokenizer:

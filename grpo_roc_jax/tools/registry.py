@@ -524,8 +524,8 @@ def names_outside(function: Callable[..., Any], source: str) -> list[str]:
         code = codes.pop()
         codes += filter(inspect.iscode, code.co_consts)
         steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-        own = {name for opname, name in steps if opname == "STORE_NAME"}  # of a class body
-        outside |= {name for opname, name in steps if opname in READS} - own
+        attributes = {name for opname, name in steps if opname == "STORE_NAME"}  # of a class body
+        outside |= {name for opname, name in steps if opname in READS} - attributes
         bound |= {name for opname, name in steps if opname == "STORE_GLOBAL"} - function.__globals__.keys()
     shadowed = {name for name in outside if function.__globals__.get(name, at := vars(builtins).get(name)) is not at}
     unknown = (outside - vars(builtins).keys()) | {name for name in shadowed if not name.startswith("__")}

@@ -149,9 +149,9 @@ def _foreign(
 
 def _turn(step: Document, start: int, end: int) -> Turn:
     answers = {result.get("source_call_id"): result for result in (step.get("observation") or {}).get("results", ())}
-    asked = step.get("tool_calls") or ()
-    calls = [ToolCall(call["function_name"], call["arguments"], json.dumps(call["arguments"])) for call in asked]
-    answered = takewhile(lambda call: answers.get(call["tool_call_id"]) is not None, asked)  # by order, see `Turn`
+    listed = step.get("tool_calls") or ()
+    calls = [ToolCall(call["function_name"], call["arguments"], json.dumps(call["arguments"])) for call in listed]
+    answered = takewhile(lambda call: answers.get(call["tool_call_id"]) is not None, listed)  # by order, see `Turn`
     results = [ToolResult("ok", observation=_text(answers[call["tool_call_id"]].get("content"))) for call in answered]
     return Turn(start, end, _text(step["message"]), tuple(calls), tuple(results))
 

@@ -54,9 +54,9 @@ def load_runs(patterns: Sequence[str]) -> list[RunData]:
     loaded: dict[Path, RunData] = {}
     for pattern in patterns:
         label, where, paths = "", pattern, matching(pattern)
-        for place in [index for index, letter in enumerate(pattern) if letter == "="]:
+        for at in [index for index, letter in enumerate(pattern) if letter == "="]:
             if not paths:  # a label has the first `=` after which something matches
-                label, where = pattern[:place], pattern[place + 1 :]
+                label, where = pattern[:at], pattern[at + 1 :]
                 paths = matching(where)
         paths = [path.parent if path.name == "metrics.jsonl" else path for path in paths]
         runs = [path for path in paths if (path / "metrics.jsonl").exists()]
