@@ -1,37 +1,20 @@
-"""GGUF files for tests, written as llama.cpp's converter does from published configurations and tensors."""
+"""GGUF files as llama.cpp's converter writes them, with small vocabularies that are trained on the documentation."""
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import io
+import json
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
+import tokenizers
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed; pip install -e '.[dev]'")
 QUANT = gguf.GGMLQuantizationType
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3moe",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-}
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What a file says of its tokenizer."""
-
-    model: str
-    tokens: list[str]
-    types: list[int]
-    scores: list[float] = field(default_factory=list)
-    merges: list[str] = field(default_factory=list)
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys under `tokenizer.`, such as `ggml.pre` and `chat_template`."""
 
 
 def package_file() -> Path:
@@ -43,34 +26,19 @@ def package_file() -> Path:
     return file
 
 
-def write_gguf(
-    file: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray],
-    *,
-    kinds: Mapping[str, Any] | Any = QUANT.F32,
-    vocabulary: Vocabulary | None = None,
-    more: Mapping[str, Any] | None = None,
-    extra: Mapping[str, np.ndarray] | None = None,
-) -> dict[str, np.ndarray]:
-    """Writes a file; returns the numbers that it stands for under the published names, float32.
+def write_gguf(file, folder, tensors, *, kinds=QUANT.F32, vocabulary=MappingProxyType({}), more=None, extra=None):
+    """Writes the model of a folder to a file; returns its numbers under the published names, float32.
 
-    Args:
-        file: To be written.
-        config: A `config.json`.
-        tensors: By their published names.
-        kinds: The number format of the matrices; vectors are float32.
-        vocabulary: None for a file without a tokenizer.
-        more: Further metadata, under their complete keys; None as value leaves a key out.
-        extra: Further tensors, by their names in the file.
+    `kinds` is the number format of matrices; `vocabulary` are keys below `tokenizer`; None as a value of `more` leaves
+    that key of the metadata out; `extra` are further tensors by their names in the file.
     """
-    architecture = ARCHITECTURES[config["architectures"][0]]
+    config = json.loads((folder / "config.json").read_text())
+    architecture = config["architectures"][0].removesuffix("ForCausalLM").lower()
     writer = gguf.GGUFWriter(file, architecture)
-    for key, value in (metadata(architecture, config) | dict(more or {})).items():
+    values = metadata(architecture, config) | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
+    for key, value in (values | (more or {})).items():
         add(writer, key, value)
-    if vocabulary:
-        add_vocabulary(writer, vocabulary)
-    published: dict[str, np.ndarray] = {}
+    published = {}
     for name, (value, undo) in converted(architecture, config, tensors).items():
         kind = kinds if value.ndim > 1 else QUANT.F32
         stored, numbers = quantized(np.ascontiguousarray(value, np.float32), kind)
@@ -78,14 +46,13 @@ def write_gguf(
         published |= undo(numbers)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
     writer.close()
     return published
 
 
-def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def metadata(architecture, config):
     """The keys that llama.cpp writes for this architecture."""
     fields = {
         "context_length": config["max_position_embeddings"],
@@ -98,10 +65,8 @@ def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.freq_base": float(config["rope_theta"]),
         "vocab_size": config["vocab_size"],
     }
-    if architecture == "llama":
-        fields["rope.dimension_count"] = config["head_dim"]
-    else:
-        fields |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
+    widths = ["rope.dimension_count"] if architecture == "llama" else ["attention.key_length", "attention.value_length"]
+    fields |= dict.fromkeys(widths, config["head_dim"])
     if architecture.startswith("gemma"):
         fields["attention.sliding_window"] = config["sliding_window"]
     if architecture == "gemma2":
@@ -113,7 +78,7 @@ def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return general | {f"{architecture}.{key}": value for key, value in fields.items()}
 
 
-def add(writer: Any, key: str, value: Any) -> None:
+def add(writer, key, value):
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     if isinstance(value, list):
         writer.add_array(key, value)
@@ -121,25 +86,12 @@ def add(writer: Any, key: str, value: Any) -> None:
         kinds[type(value)](key, value)
 
 
-def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.scores:
-        writer.add_token_scores(vocabulary.scores)
-    if vocabulary.merges:
-        writer.add_token_merges(vocabulary.merges)
-    for key, value in vocabulary.more.items():
-        add(writer, f"tokenizer.{key}", value)
-
-
-def converted(architecture: str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def converted(architecture, config, tensors):
     """Name in the file -> (numbers in the file, what gives them back under their published names)."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    entries: dict[str, Any] = {}
-    experts: dict[str, list[str]] = {}
+    entries, experts = {}, {}
     for name, value in tensors.items():
         if ".mlp.experts." in name:
             first, _, part = name.rpartition(".experts.")
@@ -193,3 +145,95 @@ def random_blocks(shape: tuple[int, ...], kind: Any) -> np.ndarray:
         scales = rng.uniform(0.001, 0.002, (*blocks.shape[:-1], 1)).astype(np.float16)
         blocks[..., offset : offset + 2] = scales.view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)
+
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MORE = (
+    "日本語 テキスト 한국어 é à ñ ½ 123 4567 don't I'll WE'VE aaaa bbbb   \n\n\t\t  if x:\n        return 12345.678\n"
+    * 20
+)
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def corpus() -> str:
+    """Pages, without the tags in them: transformers reads these as special tokens, which this library never does."""
+    pages = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("models.md", "data.md", "method.md"))
+    return pages.replace("<|", "<") + MORE
+
+
+def texts() -> list[str]:
+    """Prose, code, digits, runs of spaces, other scripts, and random mixtures of all of them."""
+    fixed = ["", " ", "   ", "\n\n", " a", "a ", "  42   7", "12345.678 + 9,999", "\r\n\r\n x \r", "ß \u0130 ﬁ ½ ²"]
+    fixed += ["x = 3\n    y = 12\n\n\n\tif a:\n\t\treturn 0x1F", "don't I'll WE'VE you'RE", "日本語 テキスト한국어"]
+    fixed += ["emoji 👩‍👩‍👧 é e\u0301 ñ", "a\u00a0b\u2003c\u200b"]
+    rng = np.random.default_rng(0)
+    parts = [*" \n\t09abAZ.,'()_é語👍\u0301", "  ", "\n\n", "the ", " 12", "'ll", "def f(x):\n    ", "    "]
+    mixed = ["".join(rng.choice(parts, rng.integers(1, 40))) for _ in range(200)]
+    return [*fixed, *mixed, *corpus().split("\n\n")[:60]]
+
+
+@cache
+def byte_level(pre: str = "gpt-2") -> dict[str, Any]:
+    """BPE over bytes, with three control tokens, a token that a user defined, and one of another alphabet."""
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    trained.train_from_iterator(corpus().splitlines(keepends=True), trainer)
+    model = json.loads(trained.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    added = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    merges = [" ".join(pair) for pair in model["merges"]]
+    tokens = [*added, *pieces, "<|thought|>", "<｜pause｜>", "[PAD9]"]
+    types = [CONTROL] * len(added) + [NORMAL] * len(pieces) + [USER_DEFINED, CONTROL, UNUSED]
+    lists = {"ggml.tokens": tokens, "ggml.token_type": types, "ggml.merges": merges}
+    more = {"ggml.pre": pre, "ggml.bos_token_id": 0, "ggml.eos_token_id": 1, "ggml.padding_token_id": 2}
+    return {"ggml.model": "gpt2", "chat_template": CHAT} | lists | more
+
+
+@cache
+def sentencepiece_model() -> bytes:
+    """A BPE model of SentencePiece that changes no text."""
+    out = io.BytesIO()
+    options = {
+        "model_type": "bpe",
+        "vocab_size": 700,
+        "byte_fallback": True,
+        "minloglevel": 2,
+        "character_coverage": 0.99,
+    }
+    options |= {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}
+    options |= {"allow_whitespace_only_pieces": True, "minloglevel": 2}
+    lines = iter(corpus().splitlines())
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=out, **options)
+    return out.getvalue()
+
+
+@cache
+def bpe_of_scores(gemma: bool = False) -> dict[str, Any]:
+    """The SentencePiece model as llama.cpp stores it; Gemma's has runs of spaces and line breaks as added tokens."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+    ids = range(model.vocab_size())
+    tokens, scores = [model.id_to_piece(i) for i in ids], [model.get_score(i) for i in ids]
+    types = [
+        UNKNOWN if model.is_unknown(i) else CONTROL if model.is_control(i) else BYTE if model.is_byte(i) else NORMAL
+        for i in ids
+    ]
+    if gemma:  # added tokens in front, as in Gemma's files, whose scores do not follow the merges
+        kinds = dict(zip(tokens, types, strict=True))
+        rest = [token for token in tokens if kinds[token] in (NORMAL, BYTE) and set(token) != {"▁"}]
+        rest.sort(key=lambda token: -scores[tokens.index(token)])
+        head = ["<pad>", "<eos>", "<bos>", "\n\n", "\n\n\n", "  ", "    ", "<unk>"]
+        types = [CONTROL] * 3 + [USER_DEFINED] * 4 + [UNKNOWN] + [kinds[token] for token in rest] + [NORMAL]
+        more = {"ggml.bos_token_id": 2, "ggml.eos_token_id": 1, "ggml.unknown_token_id": 7, "ggml.padding_token_id": 0}
+        more |= {"ggml.add_bos_token": True, "ggml.add_space_prefix": False}
+        lists = {"ggml.tokens": [*head, *rest, "▁"], "ggml.token_type": types, "ggml.scores": [-1000.0] * len(types)}
+        return {"ggml.model": "llama"} | lists | more
+    lists = {"ggml.tokens": tokens, "ggml.token_type": types, "ggml.scores": scores}
+    more = {"ggml.unknown_token_id": 0, "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "chat_template": CHAT}
+    return {"ggml.model": "llama"} | lists | more

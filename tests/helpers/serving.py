@@ -1,30 +1,27 @@
-"""A small policy behind HTTP on a thread of its own, and plain requests to it."""
+"""A small policy behind HTTP on a thread, plain requests to it, and runs of the agents of `tests/serving` on it."""
 
 import http.client
 import json
+import sys
 import time
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from contextlib import closing, contextmanager
+from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.engine.engine import make_engine
+import grpo_roc_jax as g
 from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions, SingleTurn
-from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.serving.agent_runs import AgentSession
+from grpo_roc_jax.environments.config import AgentCommand
+from grpo_roc_jax.serving.agent_runs import AgentRuns, AgentSession
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
-from grpo_roc_jax.serving.server import Endpoint, ServerLimits, ServerThread
+from grpo_roc_jax.serving.server import Endpoint, ServerThread
 from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.types import Problem, RolloutRequest
 
-ROLLOUT = RolloutConfig(
+ROLLOUT = g.RolloutConfig(
     slots=8, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=192, append_lengths=(32,), narrow=()
 )
 WEATHER = {
@@ -37,20 +34,16 @@ WEATHER = {
 }
 
 
+@cache
 def small_policy(rollout=ROLLOUT):
     """(chat format, engine, parameters) of random weights; compiled once for all tests."""
-    return _policy(rollout)
-
-
-@lru_cache
-def _policy(rollout):
-    tokenizer = load_tokenizer(TextConfig())
-    chat = make_chat(TextConfig(), tokenizer)
-    model = ModelConfig(
+    tokenizer = g.load_tokenizer(g.TextConfig())
+    chat = make_chat(g.TextConfig(), tokenizer)
+    model = g.ModelConfig(
         d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=tokenizer.vocab_size
     )
-    engine = make_engine(model, rollout, SamplingConfig(), sorted(chat.stop_ids), seed=3)
-    return chat, engine, jax.jit(partial(init_params, config=model))(jax.random.key(0))
+    engine = g.make_engine(model, rollout, g.SamplingConfig(), sorted(chat.stop_ids), seed=3)
+    return chat, engine, jax.jit(partial(g.init_params, config=model))(jax.random.key(0))
 
 
 class ScriptedLoop:
@@ -60,7 +53,7 @@ class ScriptedLoop:
 
     def __init__(self, chat, texts, deliver):
         self.chat, self.texts, self.deliver = chat, iter(texts), deliver
-        settings = SimpleNamespace(sampling=SamplingConfig())
+        settings = SimpleNamespace(sampling=g.SamplingConfig())
         model = SimpleNamespace(vocab_size=chat.tokenizer.vocab_size)
         self.engine = SimpleNamespace(programs=SimpleNamespace(settings=settings, model=model))
 
@@ -125,7 +118,7 @@ class Served:
 
     def session(self, name="one"):
         """A conversation of an agent, which asks below `/s/NAME`."""
-        session = AgentSession(RolloutRequest(Problem("p", "", "", "t"), 0), 1, 9)
+        session = AgentSession(g.RolloutRequest(g.Problem("p", "", "", "t"), 0), 1, 9)
         self.endpoint.sessions = (self.endpoint.sessions or {}) | {name: session}
         return session
 
@@ -133,32 +126,28 @@ class Served:
 @contextmanager
 def scripted(*texts, config=None, **settings):
     """A server that answers requests with these texts, one after another."""
-    chat = small_policy()[0] if config is None else make_chat(config, load_tokenizer(config))
-    server = ServerThread(lambda deliver: Endpoint(chat, ScriptedLoop(chat, texts, deliver), **settings))
-    try:
+    chat = small_policy()[0] if config is None else make_chat(config, g.load_tokenizer(config))
+
+    def make(deliver):
+        return Endpoint(chat, ScriptedLoop(chat, texts, deliver), **settings)
+
+    with closing(ServerThread(make)) as server:
         yield Served(server.endpoint, server.port)
-    finally:
-        server.close()
 
 
 @contextmanager
-def served(*, rollout=ROLLOUT, token="", limits=None, engine=None, **settings):
-    """A server of the small policy, or of another engine."""
-    chat, shared, params = small_policy(rollout)
-    engine = engine or shared.sibling()
+def served(*rollout, **settings):
+    """A server of the small policy."""
+    chat, shared, params = small_policy(*rollout)
+    engine = shared.sibling()
     sampler = engine.publish(params, 7)
 
     def make(deliver):
-        loop = SamplingLoop(engine, sampler, deliver)
-        return Endpoint(chat, loop, token=token, limits=limits or ServerLimits(), **settings)
+        return Endpoint(chat, SamplingLoop(engine, sampler, deliver), **settings)
 
-    server = ServerThread(make)
-    server.endpoint.loop.start()
-    try:
+    with closing(ServerThread(make)) as server, closing(server.endpoint.loop) as loop:
+        loop.start()
         yield Served(server.endpoint, server.port, server.sockets)
-    finally:
-        server.endpoint.loop.close()
-        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +159,8 @@ def server():
 def direct(prompt, budget, place=0, temperature=None):
     """What the engine samples when it is called directly."""
     _, engine, params = small_policy()
-    prompt = np.asarray(prompt, np.int32)
-    request = RolloutRequest(
-        Problem("p", "", "", "t"), place, step=0, temperature=temperature, budget=budget, prompt=prompt
-    )
+    fields = {"temperature": temperature, "budget": budget, "prompt": np.asarray(prompt, np.int32)}
+    request = g.RolloutRequest(g.Problem("p", "", "", "t"), place, step=0, **fields)
     return engine.run(engine.publish(params, 7), [request], SingleTurn(), RunOptions())[0][0]
 
 
@@ -184,17 +171,38 @@ def wait_for(done, seconds=20.0):
         time.sleep(0.002)
 
 
-NONSENSE = (
-    *(None, True, -1, 0, 1e400, float("nan"), 10**30),
-    *("", "\ud800", "\udc00x\0", "{", [], [[]], [None], {}, {"a": {}}),
-)
+NONSENSE = (None, True, -1, 0, 1e400, float("nan"), 10**30, "", "\ud800", "\udc00x\0", "{", [], [[]], [None], {})
+NONSENSE += ({"a": {}},)
 
 
 def spoiled(value, rng):
     """A copy of a value in which one part is nonsense."""
     if isinstance(value, dict | list) and value and rng.random() < 0.8:
-        copied = dict(value) if isinstance(value, dict) else list(value)
-        key = rng.choice([*copied]) if isinstance(value, dict) else rng.randrange(len(copied))
+        copied = value.copy()
+        key = rng.choice([*copied] if isinstance(value, dict) else range(len(copied)))
         copied[key] = spoiled(copied[key], rng)
         return copied
     return rng.choice(NONSENSE)
+
+
+SCRIPT = Path(__file__).parents[1] / "serving" / "agent_script.py"
+FUNCTIONS = SCRIPT.with_name("agent_functions.py")
+
+
+@contextmanager
+def runs_of(longest=ROLLOUT.max_row_tokens, pays=("",), **choice):
+    """(runs of an agent, weights to sample from)."""
+    chat, shared, params = small_policy()
+    engine = shared.sibling()
+    with closing(AgentRuns(AgentCommand(**choice), chat, engine, longest, pays)) as runs:
+        yield runs, engine.publish(params, 9)
+
+
+def collected(what="", count=1, problems=(), timeout_s=60.0, **choice):
+    """(trajectories, statistics) of `what` the script does, or of a command or function."""
+    if not {"command", "function"} & choice.keys():
+        choice["command"] = f"{sys.executable} {SCRIPT} '{what}'"
+    problems = problems or [g.Problem("p", "2+3=", "5" if "function" in choice else "5 or", "t")]
+    requests = [g.RolloutRequest(problem, 4 + i, count, first_sample=1) for i, problem in enumerate(problems)]
+    with runs_of(timeout_s=timeout_s, **choice) as (runs, weights):
+        return runs.collect(weights, requests, g.RunOptions(step=3))

@@ -2,7 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from itertools import pairwise
 
@@ -10,66 +10,55 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.engine.engine import make_engine
+import grpo_roc_jax as g
 from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.learner.loss import UpdateConfig
-from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.serving.server import ServerLimits, ServerThread
+from grpo_roc_jax.serving.server import ServerThread
 from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint
 from grpo_roc_jax.serving.tinker.journal import Journal
 from grpo_roc_jax.serving.tinker.snapshots import Snapshots
 from grpo_roc_jax.serving.tinker.store import Store
 from grpo_roc_jax.serving.tinker.trainer import Trainer
 from grpo_roc_jax.serving.tinker.wire import classes
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
 from tests.helpers.serving import exchange
 
-ROLLOUT = RolloutConfig(
+ROLLOUT = g.RolloutConfig(
     slots=4, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=64, append_lengths=(32,), narrow=()
 )
-MODEL = ModelConfig(d_model=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=512)
+MODEL = g.ModelConfig(d_model=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=512)
 
 
 @cache
 def small_trainer():
     """Programs for adapters of random weights."""
     mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
-    base = jax.jit(lambda key: unstack(init_params(key, MODEL), MODEL))(jax.random.key(0))
+    base = jax.jit(lambda key: unstack(g.init_params(key, MODEL), MODEL))(jax.random.key(0))
     return Trainer(base, MODEL, UpdateConfig(), mesh, ROLLOUT.max_row_tokens)
 
 
 @cache
 def small_engine(form):
-    sampling = SamplingConfig()
-    return make_engine(MODEL, ROLLOUT, sampling, (), small_trainer().mesh, seed=3, vocab_size=500)
+    return g.make_engine(MODEL, ROLLOUT, g.SamplingConfig(), (), small_trainer().mesh, seed=3, vocab_size=500)
 
 
 @contextmanager
-def served(folder, *, token="", limits=None, **journal):
+def served(folder, journal=(), **settings):
     """A running server whose checkpoints are in a folder."""
 
     def make(deliver):
         snapshots = Snapshots(lambda form: small_engine(form).sibling(), deliver)
-        tokenizer = load_tokenizer(TextConfig())
+        tokenizer = g.load_tokenizer(g.TextConfig())
         stops, worker, reserved = frozenset([7]), ThreadPoolExecutor(1), ROLLOUT.max_prompt_tokens
         base = Base("small", "DIR", tokenizer, stops, None, small_trainer(), snapshots, worker, reserved)
         store = Store(folder)
-        options = {"token": token, "limits": limits or ServerLimits(), "journal": Journal(store, **journal)}
-        return TinkerEndpoint([base], store, deliver, **options)
+        return TinkerEndpoint([base], store, deliver, journal=Journal(store, **dict(journal)), **settings)
 
     server = ServerThread(make)
     base = server.endpoint.bases["small"]
-    base.snapshots.start()
-    try:
+    with base.worker, closing(base.snapshots), closing(server):
+        base.snapshots.start()
         yield Client(server.port)
-    finally:
-        server.close()
-        base.snapshots.close()
-        base.worker.shutdown()
 
 
 def batch(model_id, seq, data, loss_fn="cross_entropy", forward_only=False, **config):
@@ -127,8 +116,7 @@ class Client:
         """(status, answer): JSON as such, anything else as bytes. Bytes are sent as protobuf."""
         headers["Content_Type"] = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
         status, received, content = exchange(self.port, method, f"/api/v1/{path}", body, **headers)
-        is_json = content and "json" in received["Content-Type"]
-        return status, json.loads(content) if is_json else content
+        return status, json.loads(content) if content and "json" in received["Content-Type"] else content
 
     def get(self, path, method="GET"):
         """(status, answer) of a request without a body."""
@@ -140,21 +128,18 @@ class Client:
         assert received == status, answer
         return answer["detail"]
 
-    def post(self, path, /, **body):
-        status, answer = self.ask(path, body)
+    def post(self, path, message=None, /, **body):
+        status, answer = self.ask(path, message or body)
         assert status == 200, answer
         return answer
 
     def send(self, body):
         """The id of a forward_backward call."""
-        status, answer = self.ask("forward_backward", body)
-        assert status == 200, answer
-        return answer["request_id"]
+        return self.post("forward_backward", body)["request_id"]
 
     def result(self, request):
-        """The result behind an id, or behind an answer that has one; messages of samples and outputs are read."""
-        name = request if isinstance(request, str) else request["request_id"]
-        status = 408
+        """The result behind an id, or behind an answer that has one."""
+        name, status = request if isinstance(request, str) else request["request_id"], 408
         while status == 408:  # as the client asks again
             status, answer = self.ask("retrieve_future", {"request_id": name})
         assert status == 200, answer
@@ -167,6 +152,10 @@ class Client:
         lora = {"rank": rank, "seed": seed, "train_unembed": True, "train_mlp": True, "train_attn": True}
         body = {"session_id": session, "model_seq_id": number, "base_model": "small", "lora_config": lora}
         return self.result(self.post("create_model", **body))["model_id"]
+
+    def new(self):
+        """A model in a session of its own."""
+        return self.model(self.session())
 
     def step(self, model_id, seq, **adam):
         return self.post("optim_step", model_id=model_id, seq_id=seq, adam_params={"learning_rate": 0.01} | adam)
@@ -189,6 +178,11 @@ class Client:
         body = {"model_id": model_id, "seq_id": seq, "sampling_session_seq_id": number}
         return self.result(self.post("save_weights_for_sampler", **body))["sampling_session_id"]
 
+    def sampler_of(self, session, number=0, **weights):
+        """A sampling session of a base or of a checkpoint."""
+        body = {"session_id": session, "sampling_session_seq_id": number} | weights
+        return self.post("create_sampling_session", **body)["sampling_session_id"]
+
     def finish(self, session):
         self.post(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
 
@@ -208,6 +202,10 @@ class Client:
         received = self.result(answer)
         assert isinstance(received, bytes), received
         return classes()["SampleResponse"].FromString(received)
+
+    def tokens(self, *arguments, **fields):
+        """The tokens of each sequence of a sample."""
+        return tokens_of(self.sample(*arguments, **fields))
 
 
 @pytest.fixture(scope="module")

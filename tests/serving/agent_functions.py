@@ -56,9 +56,6 @@ async def at_once(row, base_url, api_key):
     return float(len(messages) == 2)
 
 
-SYSTEM = {"role": "system", "content": "Plan."}
-
-
 async def pays_by_id(row, base_url, api_key):
     """Three calls, each in another form of the endpoint: the second is paid by its id."""
     question, ids = [{"role": "user", "content": row["prompt"]}], []
@@ -85,7 +82,8 @@ async def team(row, base_url, api_key):
     plan = said_in(await asyncio.to_thread(request, base_url, api_key, question, model="planner"))
     longer = [*question, {"role": "assistant", "content": plan}, {"role": "user", "content": "write"}]
     await asyncio.to_thread(request, base_url, api_key, longer, model="planner", agent="writer")
-    await asyncio.to_thread(request, base_url, api_key, [SYSTEM, *question], model="critic")
+    question.insert(0, {"role": "system", "content": "Plan."})
+    await asyncio.to_thread(request, base_url, api_key, question, model="critic")
     return 1.0
 
 

@@ -23,8 +23,7 @@ def opened(messages, **fields):
 def ask(messages, **fields):
     """The message that answers, as it is sent back."""
     with opened(messages, **fields) as answer:
-        message = json.load(answer)["choices"][0]["message"]
-    return {"role": "assistant", "content": message["content"]}
+        return {"role": "assistant", "content": json.load(answer)["choices"][0]["message"]["content"]}
 
 
 def write(text):
@@ -43,37 +42,28 @@ def told_of_a_fault(answer):
         raise SystemExit(f"the server failed: {error.code}") from None
 
 
-def too_long(answer):
-    ask([{"role": "user", "content": "long " * 400}])
-
-
 def too_often(answer):
     while True:
         ask([{"role": "user", "content": "more"}])
 
 
-def quit_with(*written):
-    def end(answer):
-        for text in written:
-            write(text)
-        print(0.5)
-        sys.exit()
-
-    return end
+def quit_with(text):
+    write(text)
+    print(0.5)
+    sys.exit()
 
 
 ENDS = {
     "crash": lambda answer: sys.exit("no idea"),
     "unreadable": unreadable,
     "fault": told_of_a_fault,
-    "too long": too_long,
+    "too long": lambda answer: ask([{"role": "user", "content": "long " * 400}]),
     "too often": too_often,
     "killed": lambda answer: os.kill(os.getpid(), signal.SIGKILL),
     "shell": lambda answer: sys.exit(137),
-    "unpaid": quit_with(),
-    "twice": quit_with("0.5\n", "1.0\n"),
-    "flooded": quit_with("1" * 100_000),
-    "object": quit_with('{"reward": 0.25, "steps": 3}'),
+    "unpaid": lambda answer: quit_with(""),
+    "flooded": lambda answer: quit_with("1" * 100_000),
+    "object": lambda answer: quit_with('{"reward": 0.25, "steps": 3}'),
 }
 """How a program ends once it has an answer."""
 

@@ -8,6 +8,7 @@ which asks once and is paid for digits. Packages are imported by what uses them,
 import asyncio
 import json
 import os
+import re
 
 from tests.helpers.serving import WEATHER
 
@@ -46,6 +47,10 @@ def report_class():
     return Report
 
 
+FRAMEWORKS = {}
+"""By their names."""
+
+
 class Framework:
     turns = ('<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "It rains in Rome.")
     """What the policy says for `tools`: a call, then an answer."""
@@ -53,17 +58,19 @@ class Framework:
     """The same with two calls in a turn; None where a framework makes one at a time."""
     rows = 1
 
+    def __init_subclass__(cls, packages):
+        cls.packages = packages
+        FRAMEWORKS[re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()] = cls
+
     def __init__(self, url, key):
-        self.url, self.key = url, key
+        self.url, self.key, self.client = url, key, {"base_url": url, "api_key": key, "max_retries": 0}
 
 
-class Langchain(Framework):
-    packages = ("langchain", "langchain_openai")
-
+class Langchain(Framework, packages=("langchain", "langchain_openai")):
     def model(self):
         from langchain_openai import ChatOpenAI
 
-        return ChatOpenAI(model="policy", base_url=self.url, api_key=self.key, max_retries=0)
+        return ChatOpenAI(model="policy", **self.client)
 
     async def chat(self, question):
         return (await self.model().ainvoke(question)).content
@@ -81,9 +88,7 @@ class Langchain(Framework):
         return (await self.model().with_structured_output(report_class()).ainvoke(question)).city
 
 
-class Langgraph(Langchain):
-    packages = ("langgraph", "langchain_openai")
-
+class Langgraph(Langchain, packages=("langgraph", "langchain_openai")):
     def graph(self):
         from langgraph.graph import START, MessagesState, StateGraph
         from langgraph.prebuilt import ToolNode, tools_condition
@@ -109,9 +114,7 @@ class Langgraph(Langchain):
         return (await self.graph().ainvoke({"messages": [("user", question)]}))["messages"][-1].content
 
 
-class PydanticAi(Framework):
-    packages = ("pydantic_ai",)
-
+class PydanticAi(Framework, packages=("pydantic_ai",)):
     def agent(self, **fields):
         from pydantic_ai import Agent
         from pydantic_ai.models.openai import OpenAIChatModel
@@ -135,9 +138,7 @@ class PydanticAi(Framework):
         return (await self.agent(output_type=NativeOutput(report_class())).run(question)).output.city
 
 
-class Litellm(Framework):
-    packages = ("litellm",)
-
+class Litellm(Framework, packages=("litellm",)):
     async def ask(self, messages, **fields):
         import litellm
 
@@ -168,8 +169,7 @@ class Litellm(Framework):
         return json.loads(answer.choices[0].message.content)["city"]
 
 
-class Instructor(Framework):
-    packages = ("instructor",)
+class Instructor(Framework, packages=("instructor",)):
     several = None  # its parallel tools are types, without results that go back
 
     turns = ('"city": "Rome"}}</tool_call>',)  # a tool must be called: its opening is context
@@ -178,7 +178,7 @@ class Instructor(Framework):
         import instructor
         from openai import AsyncOpenAI
 
-        client = AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0)
+        client = AsyncOpenAI(**self.client)
         create = instructor.from_openai(client, mode=getattr(instructor.Mode, mode)).chat.completions.create
         return await create(model="policy", messages=messages_of(question), response_model=kind, max_retries=0)
 
@@ -198,17 +198,13 @@ class Instructor(Framework):
         return (await self.answer(question, report_class(), "JSON_SCHEMA")).city
 
 
-class Autogen(Framework):
-    packages = ("autogen_agentchat", "autogen_ext")
-
+class Autogen(Framework, packages=("autogen_agentchat", "autogen_ext")):
     def agent(self, **fields):
         from autogen_agentchat.agents import AssistantAgent
         from autogen_ext.models.openai import OpenAIChatCompletionClient
 
         can = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True}
-        client = OpenAIChatCompletionClient(
-            model="policy", base_url=self.url, api_key=self.key, max_retries=0, model_info=can | {"family": "unknown"}
-        )
+        client = OpenAIChatCompletionClient(model="policy", **self.client, model_info=can | {"family": "unknown"})
         return AssistantAgent("forecaster", client, **fields)
 
     async def chat(self, question):
@@ -229,9 +225,7 @@ class Autogen(Framework):
         return (await agent.run(task=question)).messages[-1].content.city
 
 
-class Agno(Framework):
-    packages = ("agno",)
-
+class Agno(Framework, packages=("agno",)):
     def agent(self, **fields):
         from agno.agent import Agent
         from agno.models.openai.like import OpenAILike
@@ -255,8 +249,7 @@ class Agno(Framework):
         return content.city
 
 
-class Dspy(Framework):
-    packages = ("dspy",)
+class Dspy(Framework, packages=("dspy",)):
     several = None  # its agents write calls as text, one at a time
 
     def model(self):
@@ -290,9 +283,7 @@ class Dspy(Framework):
             return (await dspy.Predict("question -> city: str, rain: bool").acall(question=question)).city
 
 
-class LlamaIndex(Framework):
-    packages = ("llama_index.core", "llama_index.llms.openai_like")
-
+class LlamaIndex(Framework, packages=("llama_index.core", "llama_index.llms.openai_like")):
     def model(self):
         from llama_index.llms.openai_like import OpenAILike
 
@@ -314,9 +305,7 @@ class LlamaIndex(Framework):
         return (await self.model().as_structured_llm(report_class()).acomplete(question)).raw.city
 
 
-class Haystack(Framework):
-    packages = ("haystack",)
-
+class Haystack(Framework, packages=("haystack",)):
     def generator(self, **fields):
         from haystack.components.generators.chat import OpenAIChatGenerator
         from haystack.utils import Secret
@@ -354,15 +343,12 @@ class Haystack(Framework):
         return json.loads((await generator.run_async(self.said(question)))["replies"][0].text)["city"]
 
 
-class Strands(Framework):
-    packages = ("strands",)
-
+class Strands(Framework, packages=("strands",)):
     def agent(self, **fields):
         from strands import Agent
         from strands.models.openai import OpenAIModel
 
-        client = {"base_url": self.url, "api_key": self.key, "max_retries": 0}
-        model = OpenAIModel(client_args=client, model_id="policy")
+        model = OpenAIModel(client_args=self.client, model_id="policy")
         return Agent(model=model, callback_handler=None, **fields)
 
     async def chat(self, question):
@@ -380,9 +366,7 @@ class Strands(Framework):
         return (await self.agent().structured_output_async(report_class(), question)).city
 
 
-class Crewai(Framework):
-    packages = ("crewai",)
-
+class Crewai(Framework, packages=("crewai",)):
     def model(self, **fields):
         from crewai import LLM
 
@@ -407,15 +391,13 @@ class Crewai(Framework):
         return getattr(answer, "city", None) or json.loads(answer)["city"]
 
 
-class OpenaiAgents(Framework):
-    packages = ("agents",)
-
+class OpenaiAgents(Framework, packages=("agents",)):
     def agent(self, **fields):
         import agents
         from openai import AsyncOpenAI
 
         agents.set_tracing_disabled(True)
-        client = AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0)
+        client = AsyncOpenAI(**self.client)
         return agents.Agent(name="forecaster", model=agents.OpenAIChatCompletionsModel("policy", client), **fields)
 
     async def run(self, question, **fields):
@@ -442,9 +424,7 @@ class OpenaiAgents(Framework):
         return (await self.run(question, output_type=report_class())).city
 
 
-class Smolagents(Framework):
-    packages = ("smolagents",)
-
+class Smolagents(Framework, packages=("smolagents",)):
     def model(self):
         from smolagents import OpenAIServerModel
 
@@ -472,24 +452,6 @@ class Smolagents(Framework):
         turns[0] + Framework.turns[0].replace("Rome", "Oslo"),
         'final_answer", "arguments": {"answer": "Rain in both."}}</tool_call>',
     )
-
-
-FRAMEWORKS = {
-    "langchain": Langchain,
-    "langgraph": Langgraph,
-    "pydantic-ai": PydanticAi,
-    "litellm": Litellm,
-    "instructor": Instructor,
-    "autogen": Autogen,
-    "agno": Agno,
-    "dspy": Dspy,
-    "llama-index": LlamaIndex,
-    "haystack": Haystack,
-    "strands": Strands,
-    "crewai": Crewai,
-    "openai-agents": OpenaiAgents,
-    "smolagents": Smolagents,
-}
 
 
 def _trained(framework):

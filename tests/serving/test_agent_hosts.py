@@ -1,5 +1,4 @@
-"""Where agents run: functions in threads, processes and actors; programs that are forked after their imports; agents of
-other machines."""
+"""Where agents run: functions in threads, processes and actors, programs that are forked, agents of other machines."""
 
 import json
 import os
@@ -11,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,68 +21,57 @@ from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow, HostActors, HostProcesses, HostThreads
 from grpo_roc_jax.serving.agent_ends import AgentCall
 from grpo_roc_jax.serving.agent_programs import FORKED, ProgramAgent, python_words
-from grpo_roc_jax.types import Problem, RolloutRequest
-from tests.helpers.agents import FUNCTIONS, SCRIPT, collected, runs_of
+from tests.helpers.serving import FUNCTIONS, SCRIPT, collected, runs_of, wait_for
+
+WHERE, BY_ANSWER = f"{FUNCTIONS}:where", f"{FUNCTIONS}:by_answer"
 
 
 def requests(*how):
-    return [RolloutRequest(Problem(f"p{i}", "2+3=", "5", "t", {"how": value}), i) for i, value in enumerate(how)]
+    return [g.RolloutRequest(g.Problem(f"p{i}", "2+3=", "5", "t", {"how": value}), i) for i, value in enumerate(how)]
 
 
 @pytest.mark.parametrize("host", [HostThreads(), HostProcesses(workers=2)], ids=["threads", "processes"])
 def test_a_function_is_imported_once_wherever_it_runs(host):
     """Six rollouts share the processes, which stay warm for the next step, and sample the same in any host."""
-    runs, weights = runs_of(AgentCommand(function=f"{FUNCTIONS}:where", host=host))
-    try:
+    with runs_of(function=WHERE, host=host) as (runs, weights):
         steps = [runs.collect(weights, [replace(requests("")[0], count=6)], RunOptions(step=3))[0] for _ in range(2)]
-    finally:
-        runs.close()
     processes = {row.rewards["process"] for step in steps for row in step}
-    assert len(processes) == (2 if host.kind == "processes" else 1)
-    assert (os.getpid() in processes) == (host.kind == "threads")
+    threads = host.kind == "threads"
+    assert len(processes) == (1 if threads else 2) and (os.getpid() in processes) == threads
     assert {row.rewards["imports"] for step in steps for row in step} == {1.0}
-    again, _ = collected(count=6, function=f"{FUNCTIONS}:where", host=HostThreads())
+    again, _ = collected(count=6, function=WHERE, host=HostThreads())
     assert len({row.tokens.tobytes() for row in again}) == 6
     assert [row.tokens.tolist() for row in steps[0]] == [row.tokens.tolist() for row in steps[1]]
 
 
 def test_clients_that_block_in_threads_do_not_wait_for_each_other():
-    """More than there are processors."""
     rows, _ = collected(count=40, function=f"{FUNCTIONS}:at_once", host=HostThreads())
     assert [row.reward for row in rows] == [1.0] * 40
 
 
 def test_a_process_that_dies_or_blocks_costs_its_own_rollouts():
-    choice = AgentCommand(function=f"{FUNCTIONS}:by_answer", host=HostProcesses(workers=3), timeout_s=2.0)
-    runs, weights = runs_of(choice)
-    try:
-        ends, stats = runs.collect(weights, requests("crash", "block", "leave"), RunOptions())
-        crash, block, leave = ends
+    with runs_of(function=BY_ANSWER, host=HostProcesses(workers=3), timeout_s=2.0) as (runs, weights):
+        (crash, block, leave), stats = runs.collect(weights, requests("crash", "block", "leave"), RunOptions())
         assert crash.stop == "infrastructure" and "HostLost" in crash.fault and crash.policy_mask.any()
         assert block.stop == "deadline" and not block.fault
         assert (leave.stop, leave.reward) == ("failed", 0.0) and "SystemExit: enough" in leave.fault
         assert stats.environment_faults == 1
         ends, _ = runs.collect(weights, requests("", "", ""), RunOptions())
         assert [row.reward for row in ends] == [1.0] * 3, "all three processes are there again"
-    finally:
-        runs.close()
 
 
 @pytest.mark.slow
 def test_a_function_in_ray_actors():
     ray = pytest.importorskip("ray", reason="the ray extra is not installed")
     ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
+    host = HostActors(2, cpus=0.5)
     try:
-        runs, weights = runs_of(AgentCommand(function=f"{FUNCTIONS}:where", host=HostActors(2, cpus=0.5)))
-        rows, _ = runs.collect(weights, [replace(requests("")[0], count=4)], RunOptions())
-        runs.close()
+        rows, _ = collected(count=4, function=WHERE, host=host)
         assert len({row.rewards["process"] for row in rows}) == 2 and {row.reward for row in rows} == {1.0}
         assert {row.rewards["imports"] for row in rows} == {1.0}
-        choice = AgentCommand(function=f"{FUNCTIONS}:by_answer", host=HostActors(2, cpus=0.5), timeout_s=20.0)
-        runs, weights = runs_of(choice)
-        crash, fine = runs.collect(weights, requests("crash", ""), RunOptions())[0]
+        with runs_of(function=BY_ANSWER, host=host, timeout_s=20.0) as (runs, weights):
+            crash, fine = runs.collect(weights, requests("crash", ""), RunOptions())[0]
         assert crash.stop == "infrastructure" and fine.reward == 1.0
-        runs.close()
     finally:
         ray.shutdown()
 
@@ -90,19 +79,12 @@ def test_a_function_in_ray_actors():
 def test_a_function_that_was_passed_is_sent_to_processes():
     from tests.serving import agent_functions
 
-    choice = AgentCommand(function="mine", host=HostProcesses(workers=1))
+    choice = {"function": "mine", "host": HostProcesses(workers=1)}
     with g.settings.callables.given({"mine": agent_functions.two_turns}):
-        runs, weights = runs_of(choice)
-    ((row,), _) = runs.collect(weights, requests(""), RunOptions())
-    runs.close()
+        ((row,), _) = collected(**choice)
     assert row.reward == 1.0 and len(row.turns) == 2
     with g.settings.callables.given({"mine": lambda: None}), pytest.raises(ValueError, match="must be `async def"):
-        runs_of(choice)
-
-
-def test_a_host_of_its_own_is_for_functions():
-    with pytest.raises(ValueError, match=r"environment\.host processes with a command, which is a process; leave host"):
-        AgentCommand(command="a", host=HostProcesses())
+        collected(**choice)
 
 
 PROGRAM = """
@@ -133,7 +115,10 @@ LOADED = [name for name in ("colorsys", "wave", "numpy") if name in sys.modules]
 
 
 @pytest.fixture
-def program(tmp_path):
+def program(tmp_path, monkeypatch):
+    """A program beside a module of its own; packages in `site-packages` are installed."""
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site-packages{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "near.py").write_text(NEAR)
     (tmp_path / "agent.py").write_text(PROGRAM)
     return tmp_path / "agent.py"
@@ -144,17 +129,15 @@ def call(number=0):
 
 
 def played(words, count=1, **settings):
-    agent = ProgramAgent(AgentCommand(command=words, **settings))
-    try:
+    with closing(ProgramAgent(AgentCommand(command=f"{sys.executable} {words}", **settings))) as agent:
         return [agent.play(str(i), call(i)) for i in range(count)]
-    finally:
-        agent.close()
 
 
-@pytest.mark.parametrize("warm", [True, False])
-def test_a_forked_program_is_what_a_started_one_is(program, warm):
+@pytest.mark.parametrize(("words", "warm"), [("-u {}", True), ("-m agent", True), ("-u {}", False)])
+def test_a_forked_program_is_what_a_started_one_is(program, monkeypatch, words, warm):
     """Words, variables, input, path, its own modules and random numbers; packages alone are there before."""
-    ends = played(f"{sys.executable} -u {program} '{{prompt}}' {{base_url}}", 4, warm=warm)
+    monkeypatch.chdir(program.parent)
+    ends = played(f"{words.format(program)} '{{prompt}}' {{base_url}}", 4, warm=warm)
     for i, end in enumerate(ends):
         assert (end.status, end.pay.reward, end.errors) == (0, 0.5, ""), end
         report = json.loads(end.printed)
@@ -171,7 +154,7 @@ THREAD = "import threading, time, os; threading.Thread(target=lambda: (time.slee
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program, warm):
-    (failed,) = played(f"{sys.executable} {program} fail", warm=warm)
+    (failed,) = played(f"{program} fail", warm=warm)
     assert failed.status == 1 and failed.errors.startswith("Traceback") and failed.errors.endswith("bad row\n")
     assert "_fork_server" not in failed.errors and failed.errors.count("File") == 2
     file = tmp_path / "ends.py"
@@ -187,38 +170,22 @@ def test_the_end_of_a_forked_program_is_that_of_a_started_one(tmp_path, program,
         ("1 +", 1, None),
     ):
         file.write_text(text)
-        (end,) = played(f"{sys.executable} {file}", warm=warm)
+        (end,) = played(file, warm=warm)
         assert end.status == status and (end.errors == errors or errors is None), text
     assert "SyntaxError: invalid syntax" in end.errors and "_fork_server" not in end.errors
     file.write_text("import time; time.sleep(100)")
-    (late,) = played(f"{sys.executable} {file}", timeout_s=1.0, warm=warm)
+    (late,) = played(file, timeout_s=1.0, warm=warm)
     assert late.status is None and late.seconds < 20
 
 
-def on_path(tmp_path, monkeypatch):
-    """A folder of packages that programs find."""
-    packages = tmp_path / "site-packages"
-    packages.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")]))
-    return packages
-
-
-def test_packages_over_several_folders_are_there_before_and_files_of_ones_own_are_not(tmp_path, program, monkeypatch):
+def test_packages_over_several_folders_are_there_before_and_files_of_ones_own_are_not(program):
     """A namespace package has no file of its own; a folder of the user's may be one too."""
-    installed = on_path(tmp_path, monkeypatch)
-    for folder, name in ((installed, "spread"), (program.parent, "nearby")):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "part.py").write_text("import os\nWHERE = os.environ['OPENAI_API_KEY']\n")
+    for folder in (program.with_name("site-packages") / "spread", program.with_name("nearby")):
+        folder.mkdir()
+        (folder / "part.py").write_text("import os\nWHERE = os.environ['OPENAI_API_KEY']\n")
     program.write_text("import spread.part, nearby.part\nprint(spread.part.WHERE, nearby.part.WHERE)\n")
-    ends = played(f"{sys.executable} {program}", 3)
+    ends = played(program, 3)
     assert [end.printed.split() for end in ends] == [["key0"], ["key1"], ["key2"]], "imported without a run's key"
-
-
-def test_a_module_is_forked_too(program, monkeypatch):
-    monkeypatch.chdir(program.parent)
-    (end,) = played(f"{sys.executable} -m agent a b")
-    report = json.loads(end.printed)
-    assert report["argv"] == ["a", "b"] and report["path"] == str(program.parent) and report["name"] == "__main__"
 
 
 def test_which_programs_are_forked():
@@ -229,27 +196,34 @@ def test_which_programs_are_forked():
         assert python_words(words.split()) is None, words
 
 
-def test_packages_that_start_threads_are_not_forked(tmp_path, program, caplog, monkeypatch):
+def test_packages_that_start_threads_are_not_forked(program, caplog):
     """A thread of the parent does not exist in a fork, and what it holds stays held."""
     thread = "threading.Thread(target=lambda: time.sleep(99), daemon=True).start()"
-    (on_path(tmp_path, monkeypatch) / "busy.py").write_text(f"import threading, time\n{thread}\n")
+    (program.with_name("site-packages") / "busy.py").write_text(f"import threading, time\n{thread}\n")
     program.write_text(f"import busy\n{PROGRAM}")
-    ends = played(f"{sys.executable} {program}", 3)
-    assert [end.pay.reward for end in ends] == [0.5] * 3
+    assert [end.pay.reward for end in played(program, 3)] == [0.5] * 3
     assert caplog.text.count("programs are started, not forked: a package starts a thread") == 1
 
 
 def test_a_fork_server_that_dies_ends_its_runs_and_the_next_are_started(program):
-    agent = ProgramAgent(AgentCommand(command=f"{sys.executable} {program}"))
-    try:
+    with closing(ProgramAgent(AgentCommand(command=f"{sys.executable} {program}"))) as agent:
         assert agent.play("a", call()).pay.reward == 0.5
         program.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time\ntime.sleep(60)\n")
         killed = agent.play("b", call())
         assert killed.status == -9 and killed.seconds < 30
         program.write_text(PROGRAM)
         assert agent.play("c", call()).pay.reward == 0.5
-    finally:
-        agent.close()
+
+
+def ends_within(seconds, pid):
+    """Whether a process of no parent of ours ends; it is killed otherwise."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return False
 
 
 def test_forked_programs_end_with_the_trainer_also_if_one_ends_at_that_moment(tmp_path):
@@ -275,21 +249,9 @@ def test_forked_programs_end_with_the_trainer_also_if_one_ends_at_that_moment(tm
     assert ends_within(10.0, pids[1]), "a program goes on without its trainer"
 
 
-def ends_within(seconds, pid):
-    """Whether a process of no parent of ours ends; it is killed otherwise."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
-            return True
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    return False
-
-
 def test_started_programs_end_with_a_killed_trainer(tmp_path):
-    """The first program has ended before; a child of the second one is in its group."""
     command = f"""sh -c 'sleep "$1" & echo $! $$ >> {tmp_path}/pids; wait' sh {{prompt}}"""
-    trainer = tmp_path / "trainer.py"
+    trainer, pids = tmp_path / "trainer.py", tmp_path / "pids"
     trainer.write_text(
         "from grpo_roc_jax.environments.config import AgentCommand\n"
         "from grpo_roc_jax.serving.agent_ends import AgentCall\n"
@@ -299,11 +261,8 @@ def test_started_programs_end_with_a_killed_trainer(tmp_path):
         "    agent.play(seconds, AgentCall({}, seconds, 'http://127.0.0.1:9/v1', ''))\n"
     )
     process = subprocess.Popen([sys.executable, trainer])
-    pids = tmp_path / "pids"
-    for _ in range(600):
-        if pids.exists() and pids.read_text().count("\n") == 2:
-            break
-        time.sleep(0.1)
+    wait_for(lambda: pids.exists() and pids.read_text().count("\n") == 2, 60)
+    time.sleep(0.5)  # its guard is told after its start
     process.kill()
     process.wait()
     assert all(ends_within(10.0, int(pid)) for pid in pids.read_text().split())
@@ -313,46 +272,39 @@ def test_a_started_program_that_a_close_ends_has_an_end():
     agent, ends = ProgramAgent(AgentCommand(command="sleep 60")), []
     thread = threading.Thread(target=lambda: ends.append(agent.play("a", call())))
     thread.start()
-    while not agent.live:
-        time.sleep(0.01)
+    wait_for(lambda: agent.live)
     agent.close()
     thread.join()
     assert [end.status for end in ends] == [-signal.SIGKILL]
 
 
-def test_time_in_which_agents_do_not_ask_is_that_of_the_environment(tmp_path):
-    """A program that thinks for a second has the policy wait, as an environment does."""
-    slow = tmp_path / "slow.py"
-    slow.write_text(f"import time\ntime.sleep(1.0)\nexec(open({str(SCRIPT)!r}).read())\n")
-    runs, weights = runs_of(AgentCommand(command=f"{sys.executable} {slow} linear"))
-    _, stats = runs.collect(weights, requests(""), RunOptions())
-    _, again = runs.collect(weights, requests(""), RunOptions())
-    runs.close()
-    for measured in (stats, again):
-        assert 1.0 <= measured.metrics()["time/environment_s"] <= measured.seconds
-
-
-def test_an_address_beyond_this_machine_needs_a_token(monkeypatch):
-    monkeypatch.delenv("GRPO_SERVE_TOKEN", raising=False)
-    choice = AgentCommand(function=f"{FUNCTIONS}:where", address="0.0.0.0")
-    with pytest.raises(ValueError, match=r"environment\.address 0\.0\.0\.0 can be reached from elsewhere; set GRPO_S"):
-        runs_of(choice)
-    with pytest.raises(ValueError, match=r"environment\.address 192\.0\.2\.1, environment\.port 0: .* cannot listen"):
-        monkeypatch.setenv("GRPO_SERVE_TOKEN", "secret")
-        runs_of(replace(choice, address="192.0.2.1"))
+def test_time_in_which_agents_do_not_ask_is_that_of_the_environment():
+    with runs_of(command=f"sh -c 'sleep 1; {sys.executable} {SCRIPT} linear'") as (runs, weights):
+        for _ in range(2):
+            _, stats = runs.collect(weights, requests(""), RunOptions())
+            assert 1.0 <= stats.metrics()["time/environment_s"] <= stats.seconds
 
 
 def test_an_agent_of_another_machine_asks_with_the_token(monkeypatch):
     """On all addresses of this machine, by a process that gets nothing but the words of a command."""
+    monkeypatch.delenv("GRPO_SERVE_TOKEN", raising=False)
+    match = r"environment\.address 0\.0\.0\.0 can be reached from elsewhere; set GRPO_S"
+    with pytest.raises(ValueError, match=match), runs_of(function=WHERE, address="0.0.0.0"):
+        pass
     monkeypatch.setenv("GRPO_SERVE_TOKEN", "secret")
+    match = r"environment\.address 192\.0\.2\.1, environment\.port 0: .* cannot listen"
+    with pytest.raises(ValueError, match=match), runs_of(function=WHERE, address="192.0.2.1"):
+        pass
+    for address in ("127.0.0.1", "localhost"):
+        with runs_of(command="true", address=address) as (runs, _):
+            assert runs.url.startswith(f"http://{address}:")
     monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")  # its own name may not resolve here
     given = "OPENAI_BASE_URL={base_url} OPENAI_API_KEY={api_key} GRPO_REWARD_FD=$GRPO_REWARD_FD"
     command = f"sh -c 'env -i {given} {sys.executable} {SCRIPT} linear'"
-    runs, weights = runs_of(AgentCommand(command=command, address="0.0.0.0", timeout_s=120.0))
-    ((row,), _) = runs.collect(weights, requests(""), RunOptions())
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{runs.url}/v1/models", timeout=30)
-    runs.close()
+    with runs_of(command=command, address="0.0.0.0", timeout_s=120.0) as (runs, weights):
+        ((row,), _) = runs.collect(weights, requests(""), RunOptions())
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{runs.url}/v1/models", timeout=30)
     assert row.reward == 0.25 and len(row.turns) == 2, row.fault
 
 
@@ -361,22 +313,13 @@ def test_agents_of_a_mix_share_an_endpoint():
         EnvironmentByRow(classes=("a={kind: agent, command: x}", "b={kind: agent, command: x, port: 8001}"))
     mix = EnvironmentByRow(classes=("a={kind: agent, command: x}", "b={kind: agent, function: 'y:z'}", "c=d.py:C"))
     assert list(mix.agents) == ["a", "b"] and list(mix.paths) == ["c"]
+    with pytest.raises(ValueError, match=r"environment\.host processes with a command, which is a process; leave host"):
+        AgentCommand(command="a", host=HostProcesses())
 
 
-def test_statistics_of_two_runs_add_up():
-    first = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.5, cache_tokens=9, shard_tokens=(2, 3))
-    second = RolloutStats(rollouts=1, sampled_tokens=7, seconds=0.5, cache_tokens=4, shard_tokens=(4, 3))
-    first.stops["eos"], second.stops["eos"], second.stops["length"] = 2, 1, 0
-    first.count_failure("k", "a", by_policy=True)
-    second.count_failure("k", "b", by_policy=True)
+def test_failures_of_two_runs_add_up():
+    first, second = RolloutStats(seconds=1.5), RolloutStats(seconds=0.5)
+    for stats in (first, second):
+        stats.count_failure("k", "a", by_policy=True)
     both = first.followed_by(second)
-    assert (both.rollouts, both.sampled_tokens, both.seconds, both.cache_tokens) == (3, 12, 2.0, 9)
-    assert both.shard_tokens == (6, 6) and both.stops["eos"] == 3 and both.failures["k"].count == 2
-    assert first.failures["k"].count == 1, "what was given is as it was"
-
-
-def test_the_endpoint_tells_addresses_that_a_url_can_hold():
-    for address, url in (("127.0.0.1", "http://127.0.0.1:"), ("localhost", "http://localhost:")):
-        runs, _ = runs_of(AgentCommand(command="true", address=address))
-        assert runs.url.startswith(url)
-        runs.close()
+    assert both.failures["k"].count == 2 and first.failures["k"].count == 1 and both.seconds == 2.0

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import math
-import os
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -17,8 +15,6 @@ import numpy as np
 import pytest
 
 import grpo_roc_jax as g
-from grpo_roc_jax.engine.protocol import RunOptions
-from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.codec import TRAJECTORY_ARRAYS, trajectory_from_json, trajectory_to_json
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
@@ -27,26 +23,21 @@ from grpo_roc_jax.run.statistics import rollout_metrics
 from grpo_roc_jax.serving.agent_ends import Pay, read_pay
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.settings.callables import import_file
-from grpo_roc_jax.types import Problem, RolloutRequest
-from tests.helpers.agents import FUNCTIONS, SCRIPT, collected, runs_of
-from tests.helpers.serving import ROLLOUT, small_policy
+from tests.helpers.serving import FUNCTIONS, ROLLOUT, SCRIPT, collected, runs_of, small_policy
 from tests.serving.agent_functions import ask
 from tests.test_readme import TINY
 
-QUESTION = Problem("p", "2+3=", "5", "t")
+QUESTION = g.Problem("p", "2+3=", "5", "t")
 
 
 def test_a_conversation_is_one_row_with_the_ids_that_were_sampled():
     rows, stats = collected("linear", count=3, at_once=2)
     chat = small_policy()[0]
     for i, row in enumerate(rows):
-        assert (row.sample, row.stop, row.reward, row.parts) == (1 + i, row.stop, 1.0, ())
-        assert row.stop in ("eos", "length") and len(row.turns) == 2 and row.temperature == 1.0
-        assert row.tokens[: row.prompt_length].tolist() == chat.prompt_ids(Problem("", "2+3=", "", ""))
+        assert (row.sample, row.reward, row.parts, len(row.turns), row.temperature) == (1 + i, 1.0, (), 2, 1.0)
+        assert row.tokens[: row.prompt_length].tolist() == chat.prompt_ids(g.Problem("", "2+3=", "", ""))
         assert set(row.versions[row.policy_mask]) == {9} and (row.logprobs[row.policy_mask] < 0).all()
-        assert [turn.end - turn.start for turn in row.turns] == [
-            int(row.policy_mask[t.start : t.end].sum()) for t in row.turns
-        ]
+        assert all(row.policy_mask[turn.start : turn.end].all() for turn in row.turns)
         assert "go on" in chat.tokenizer.decode(row.tokens[row.turns[0].end : row.turns[1].start].tolist())
     assert stats.rollouts == 3 and sum(stats.stops.values()) == 3 and stats.branches == 0
     assert len({row.tokens.tobytes() for row in rows}) == 3, "samples differ"
@@ -72,35 +63,38 @@ def test_branches_are_rows_of_their_own():
     assert short.tokens.tolist() == first.tolist()
 
 
+ENDED, LOST = {"eos", "length"}, {"infrastructure"}
+
+
 @pytest.mark.parametrize(
-    ("what", "stops", "turns", "reward"),
+    ("what", "stops", "turns", "reward", "words"),
     [
-        ("crash", {"failed"}, {1}, 0.0),
-        ("too long", {"length"}, {1}, None),
-        ("too often", {"turns"}, None, None),
-        ("killed", {"infrastructure"}, {1}, None),
-        ("shell", {"infrastructure"}, {1}, None),
-        ("quiet", {"infrastructure"}, {0}, None),
-        ("endless", {"turns", "length"}, None, 1.0),
-        ("leave", {"eos", "length"}, {2, 3}, 1.0),  # the answer that it left is a call if it was whole by then
-        ("hang", {"deadline"}, {1}, None),
+        ("crash", {"failed"}, {1}, 0.0, "status 1: no idea"),
+        ("too long", {"length"}, {1}, None, ""),
+        ("too often", {"turns"}, None, None, ""),
+        ("killed", LOST, {1}, None, "it was ended by SIGKILL"),
+        ("shell", LOST, {1}, None, "it was ended by SIGKILL"),
+        ("quiet", LOST, {0}, None, "without an answer"),
+        ("endless", {"turns", "length"}, None, 1.0, ""),
+        ("leave", ENDED, {2, 3}, 1.0, ""),  # the answer that it left is a call if it was whole by then
+        ("hang", {"deadline"}, {1}, None, ""),
+        ("object", ENDED, None, 0.25, ""),
+        ("unpaid", ENDED, None, None, "a function returns it); its last line is a number, but what it"),
+        ("flooded", ENDED, None, None, "more than 65536 bytes"),
+        (f"{FUNCTIONS}:late", {"deadline"}, {1}, None, ""),
+        (f"{FUNCTIONS}:quiet", LOST, {0}, 1.0, "without an answer"),
     ],
 )
-def test_what_becomes_of_a_program_has_a_typed_outcome(what, stops, turns, reward):
+def test_what_becomes_of_a_program_has_a_typed_outcome(what, stops, turns, reward, words):
     started = time.monotonic()
-    ((row,), stats) = collected(what, timeout_s=3.0 if what == "hang" else 60.0)
+    choice = {"function": what} if what.startswith("/") else {"what": what}
+    ((row,), stats) = collected(**choice, timeout_s=3.0 if what.endswith(("hang", "late")) else 60.0)
     assert row.stop in stops and row.reward == reward and time.monotonic() - started < 50
     assert turns is None or len(row.turns) in turns
-    assert stats.stops[row.stop] == 1 and stats.environment_faults == (row.stop == "infrastructure")
+    assert words in row.fault and bool(words) == bool(row.fault) == bool(stats.failures)
+    by_policy = row.stop == "failed"
+    assert stats.stops[row.stop] == 1 and stats.environment_faults == (bool(words) and not by_policy)
     assert len(row.turns) <= ROLLOUT.max_turns and row.length <= ROLLOUT.max_row_tokens
-
-
-def test_a_function_that_is_late_or_asks_nothing_has_a_typed_outcome():
-    ((late,), stats) = collected(function=f"{FUNCTIONS}:late", timeout_s=3.0)
-    assert (late.stop, late.reward, len(late.turns), stats.stops["deadline"]) == ("deadline", None, 1, 1)
-    ((quiet,), stats) = collected(function=f"{FUNCTIONS}:quiet")
-    assert (quiet.stop, quiet.reward, stats.stops["infrastructure"]) == ("infrastructure", 1.0, 1)
-    assert not quiet.turns and "without an answer" in quiet.fault
 
 
 class Odd:
@@ -120,14 +114,11 @@ class Stop(BaseException):
     """An exception that is no `Exception`."""
 
 
+NUMBERS = {"done": 1.0, "n": 3.0}
 PAID = [
     (True, 1.0, {}),
     ({"reward": False, "speed": True}, 0.0, {"speed": 1.0}),
-    (
-        {"reward": np.float32(0.5), "done": np.bool_(True), "n": np.int64(3), "list": np.ones(2)},
-        0.5,
-        {"done": 1.0, "n": 3.0},
-    ),
+    ({"reward": np.float32(0.5), "done": np.bool_(True), "n": np.int64(3), "list": np.ones(2)}, 0.5, NUMBERS),
     (np.bool_(True), 1.0, {}),
     (np.array(0.25), 0.25, {}),
     ({"reward": 0, "calls": np.array([0.5])}, 0.5, {}),
@@ -166,13 +157,12 @@ def returned(values, **settings):
 
     async def ends(row, base_url, api_key):
         await ask(base_url, api_key, [{"role": "user", "content": "Hi"}])
-        value = values[int(row["prompt"])]
-        if isinstance(value, BaseException):
+        if isinstance(value := values[int(row["prompt"])], BaseException):
             raise value
         return value
 
     with g.settings.callables.given({"ends": ends}):
-        problems = [Problem(str(i), str(i), "", "t") for i in range(len(values))]
+        problems = [g.Problem(str(i), str(i), "", "t") for i in range(len(values))]
         return collected(function="ends", problems=problems, **settings)
 
 
@@ -211,7 +201,7 @@ def test_several_numbers_are_channels():
     parts.append({"kind": "environment", "part": "done", "weight": 0.0})
     config = g.read_config("toy.yaml", f"--reward.functions={json.dumps(parts)}", "--environment=a:b").reward
     trajectories = [[replace(row, stop="eos")], [replace(names, stop="eos")]]
-    scored = make_scorer(config).score_all([Problem("p", "q", "5", "t")] * 2, trajectories)
+    scored = make_scorer(config).score_all([g.Problem("p", "q", "5", "t")] * 2, trajectories)
     first, second = (group.verdicts for group in scored.groups)
     assert first[0].channels == {"environment": 1.0, "speed": 0.5, "done": 1.0} and first[0].reward == 2.0
     assert first[0].status == "correct" and second == () and scored.unscored == {"environment": 1}
@@ -227,17 +217,11 @@ def test_which_agents_train_is_a_setting():
         ((row,), stats) = collected(function=f"{FUNCTIONS}:team", trained=trained)
         assert row.reward == 1.0 and stats.environment_faults == 0
         names = trained or tuple(sampled)
-        assert [turn.text for turn in row.turns] == [sampled[name].text for name in names], (
-            "the same ids, of these alone"
-        )
-        spans = [(turn.start, turn.end) for turn in row.turns]
-        assert row.policy_mask.sum() == sum(b - a for a, b in spans)
-        assert all(row.policy_mask[a:b].all() for a, b in spans)
+        assert [turn.text for turn in row.turns] == [sampled[name].text for name in names]
+        spans = np.concatenate([np.arange(turn.start, turn.end) for turn in row.turns])
+        np.testing.assert_array_equal(np.nonzero(row.policy_mask)[0], np.sort(spans))
         assert not row.logprobs[~row.policy_mask].any() and set(row.versions[~row.policy_mask]) == {-1}
         assert len(row.parts) == (2 if "critic" in names and len(names) > 1 else 0)
-
-
-def test_an_agent_that_never_asked_is_named():
     ((row,), stats) = collected(function=f"{FUNCTIONS}:team", trained=("Planner",))
     assert row.stop == "infrastructure" and not row.policy_mask.any() and stats.environment_faults == 1
     assert "no answer to Planner (environment.trained); critic, planner, writer asked" in row.fault
@@ -250,56 +234,48 @@ def test_a_function_that_cannot_be_called_is_refused_with_what_to_write():
     async def yields(row, base_url, api_key):
         yield 1.0
 
-    written, called = "async def rollout", "called with"
-    for function, message in (
-        (plain, written),
-        (Odd, written),
-        (yields, written),
-        (short, called),
-        (by_keyword, called),
-    ):
-        with g.settings.callables.given({"mine": function}), pytest.raises(ValueError, match=message):
+    def given(function):
+        return g.settings.callables.given({"mine": function})
+
+    written = ((function, "async def rollout") for function in (plain, Odd, yields))
+    for function, message in (*written, (short, "called with"), (by_keyword, "called with")):
+        with given(function), pytest.raises(ValueError, match=message):
             collected(function="mine")
     for choice, message in (
         ({"function": f"{FUNCTIONS}:absent"}, "absent"),
-        ({}, "neither command nor function"),
+        ({"command": "", "function": ""}, "neither command nor function"),
         ({"command": "x", "function": "y"}, "both command and function"),
     ):
         with pytest.raises(ValueError, match=message):
-            runs_of(AgentCommand(**choice))
+            collected(**choice)
 
 
 def test_a_program_that_is_not_there_and_a_request_that_goes_on_from_tokens():
     for absent in ("/nowhere/agent {prompt}", "/nowhere/python3 agent.py"):
         ((row,), _) = collected(command=absent)
         assert row.stop == "infrastructure" and not row.policy_mask.any() and "No such file" in row.fault
-    runs, weights = runs_of(AgentCommand(command="true"))
-    with pytest.raises(ValueError, match="whole rollouts"):
-        runs.collect(weights, [RolloutRequest(QUESTION, 0, prefix=(5,))], RunOptions())
-    runs.close()
+    with runs_of(command="true") as (runs, weights), pytest.raises(ValueError, match="whole rollouts"):
+        runs.collect(weights, [g.RolloutRequest(QUESTION, 0, prefix=(5,))], g.RunOptions())
+
+
+HANGS = ({"command": f"{sys.executable} {SCRIPT} hang"}, 2.0)
 
 
 @pytest.mark.parametrize(
-    ("choice", "after_s"),
-    [
-        ({"command": f"{sys.executable} {SCRIPT} hang"}, 2.0),
-        ({"command": "sleep 30"}, 0.0),
-        ({"function": f"{FUNCTIONS}:late"}, 0.0),
-    ],
+    ("choice", "after_s"), [HANGS, ({"command": "sleep 30"}, 0.0), ({"function": f"{FUNCTIONS}:late"}, 0.0)]
 )
 def test_a_run_that_is_interrupted_ends_at_once(choice, after_s):
     """An agent whose start was under way when the others were ended is ended too."""
-    runs, weights = runs_of(AgentCommand(**choice))
-    started = time.monotonic()
 
     def stop():
         if time.monotonic() >= started + after_s:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        runs.collect(weights, [RolloutRequest(QUESTION, 0, 4)], RunOptions(before_chunk=stop))
-    assert time.monotonic() - started < 15 + after_s and not runs.live
-    runs.close()
+    with runs_of(**choice) as (runs, weights):
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            runs.collect(weights, [g.RolloutRequest(QUESTION, 0, 4)], g.RunOptions(before_chunk=stop))
+        assert time.monotonic() - started < 15 + after_s and not runs.live
 
 
 class Three(g.Environment):
@@ -375,22 +351,6 @@ def test_a_program_that_fails_after_a_fault_of_the_server_is_no_failure_of_the_p
     assert "agent: status 1 after a fault of the server: the server failed: 500" in row.fault
 
 
-@pytest.mark.parametrize(
-    ("what", "reward", "words"),
-    [
-        ("object", 0.25, ""),
-        ("linear", 1.0, ""),  # its last line says 99
-        ("unpaid", None, "a function returns it); its last line is a number, but what it"),
-        ("twice", None, "must be one number, or an object with reward"),
-        ("flooded", None, "more than 65536 bytes"),
-    ],
-)
-def test_the_reward_is_what_a_program_writes_to_its_descriptor(what, reward, words):
-    ((row,), stats) = collected(what)
-    assert row.stop in ("eos", "length") and row.reward == reward and words in row.fault
-    assert bool(words) == bool(row.fault) == bool(stats.failures)
-
-
 def test_the_reward_by_hand():
     assert read_pay(b"-2\n") == (Pay(-2.0), "") and read_pay(b'{"reward": 1e6}') == (Pay(1e6), "")
     assert read_pay(b"") == read_pay(b" \n") == (Pay(), "")
@@ -398,36 +358,25 @@ def test_the_reward_by_hand():
     assert read_pay(both) == (Pay(1.0, {"speed": 2.0, "right": 1.0}, {"a": 1.0}), "")
     assert read_pay(b'{"calls": [1, null]}') == (Pay(None, {}, (1.0, None)), "")
     many = json.dumps({f"a{i}": i for i in range(40)}).encode()
-    unread = [b"true", b"[1]", b"{}", b"\xff", b'"1"', b"[" * 2000, b'{"reward": "1"}', b'{"reward": null}']
-    outside = [b"NaN", b"inf", b"1e9", b"1" + b"0" * 400, b'{"speed": NaN}']
+    whole = [b"0.5\n1.0", b"true", b"[1]", b"{}", b"\xff", b'"1"', b"[" * 2000, b'{"reward": "1"}']
+    outside = [b"NaN", b"inf", b"1e9", b"1" + b"0" * 400, b'{"speed": NaN}', b'{"reward": null}']
     parts = [b'{"a b": 1}', b'{"1": 1}', many, b'{"calls": 1}', b'{"calls": {"a": "x"}}']
-    for wrong in [*unread, *outside, *parts]:
+    for wrong in [*whole, *outside, *parts]:
         assert read_pay(wrong)[0] == Pay() and "must be" in read_pay(wrong)[1], wrong
 
 
-def test_an_agent_that_floods_its_output_is_read_to_its_end(tmp_path):
+def test_a_flood_of_output_is_read_to_its_end_and_the_lines_of_the_page_are_paid(tmp_path):
+    """As `docs/serving.md` writes them, in Python and in a shell."""
     write = "os.write(int(os.environ['GRPO_REWARD_FD']), b'0.5')"
     flood = f"import os, sys; [sys.stdout.write('x' * 100_000 + '\\n') for i in range(300)]; {write}"
     agent = tmp_path / "agent.py"
     agent.write_text(flood)
-    for words in ((sys.executable, "-c", flood), (sys.executable, str(agent))):
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8").splitlines()
+    python, shell = (line.split("  # in ")[0] for line in page if "GRPO_REWARD_FD" in line and " # in " in line)
+    in_python = (("-c", flood), (str(agent),), ("-c", f"import os\n{python}"))
+    for words in (*((sys.executable, *words) for words in in_python), ("sh", "-c", shell)):
         ((row,), _) = collected(command=shlex.join(words))
         assert (row.stop, row.reward) == ("infrastructure", 0.5), "it asked nothing"
     for words in (("true", "{prompt}"), (sys.executable, str(agent), "{prompt}")):
-        ((row,), stats) = collected(command=shlex.join(words), problems=[Problem("p", "2+3=\0", "5", "t")])
+        ((row,), stats) = collected(command=shlex.join(words), problems=[g.Problem("p", "2+3=\0", "5", "t")])
         assert row.stop == "infrastructure" and stats.environment_faults == 1, "no argument holds a zero byte"
-
-
-def test_the_one_liners_of_the_page_reach_the_descriptor():
-    """As `docs/serving.md` writes them, in Python and in a shell."""
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    python, shell = (
-        line.split("  # in ")[0] for line in page.splitlines() if "GRPO_REWARD_FD" in line and " # in " in line
-    )
-    for words in ([sys.executable, "-c", f"import os\n{python}"], ["sh", "-c", shell]):
-        reading, writing = os.pipe()
-        environment = {**os.environ, "GRPO_REWARD_FD": str(writing)}
-        subprocess.run(words, env=environment, pass_fds=[writing], check=True)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            assert read_pay(pipe.read())[0] == Pay(0.5), words

@@ -29,31 +29,20 @@ def closed(properties, required=None, **others):
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False} | others
 
 
-TEXT, NUMBER, WHOLE = {"type": "string", "maxLength": 6}, {"type": "number"}, {"type": "integer"}
 LEAF = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
 SCHEMAS = [
-    closed({"a": TEXT}),
-    closed({"a": closed({"b": closed({"c": {"type": "null"}})})}),
+    closed({"a": {"type": "string", "maxLength": 6}}),
     closed({"colour": {"enum": ["red", "grün", "藍"]}}),
     closed({"c": {"const": {"deep": [1, "two"]}}}),
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4},
-    {"type": "array", "prefixItems": [{"type": "boolean"}, WHOLE], "items": False, "minItems": 2},
     closed({"list": {"type": "array", "items": closed({"x": {"type": "boolean"}}), "maxItems": 2}}),
-    {"type": "number", "minimum": 0, "maximum": 1},
-    {"type": "string", "minLength": 2, "maxLength": 3},
     {"type": "string", "pattern": "^(ä|ö|ü)ß?$"},
     {"type": "string", "format": "date"},
     {"anyOf": [{"type": "boolean"}, closed({"x": {"type": "boolean"}})]},
-    {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "boolean"}]},
-    {"allOf": [closed({"a": {"type": "boolean"}}), {"required": ["a"]}]},
     {"$ref": "#/$defs/node", "$defs": {"node": closed({"v": {"type": "boolean"}, "next": LEAF})}},
-    {"type": ["boolean", "null"]},
     closed({"ключ": {"type": "boolean"}, 'a"b\\c': {"type": "null"}, "🙂": {"enum": ["\n\t"]}}),
-    closed({}, maxProperties=0),
-    {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "boolean"}}, "additionalProperties": False,
-     "maxProperties": 2},
     closed({"format": {"type": "string", "format": "password", "maxLength": 3}, "b": {"const": {"format": "path"}}}),
-]  # fmt: skip
+]
 
 
 def named(schema):
@@ -73,22 +62,13 @@ def test_every_finished_answer_follows_its_schema(server):
     assert all(job.result()["choices"][0]["message"] == alone for job in free)
     finished = 0
     for schema, future in zip(SCHEMAS, futures, strict=True):
+        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
         for choice in future.result():
-            text = choice["message"]["content"]
-            if choice["finish_reason"] == "length":
-                continue
-            assert choice["finish_reason"] == "stop"
-            finished += 1
-            jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(
-                json.loads(text)
-            )
+            if choice["finish_reason"] != "length":
+                assert choice["finish_reason"] == "stop"
+                finished += 1
+                validator.validate(json.loads(choice["message"]["content"]))
     assert finished >= 1.6 * len(SCHEMAS)
-
-
-def test_an_answer_that_is_cut_is_marked(server):
-    long = named(closed({"a": {"type": "string", "minLength": 9}}))
-    choice = server.chat([ASK, THOUGHT_OVER], max_tokens=5, **long)["choices"][0]
-    assert choice["finish_reason"] == "length" and choice["message"]["content"].strip().startswith("{")
 
 
 def test_the_thought_is_free_and_the_answer_after_it_is_not(server):
@@ -100,34 +80,29 @@ def test_the_thought_is_free_and_the_answer_after_it_is_not(server):
     assert all(type(json.loads(message["content"])["a"]) is bool for message in thought)
 
 
-TOKENS, LONG = {"token_ids": [40, 50]}, {"max_tokens": 60, "seed": 6}
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+LONG, FIELDS = [ASK, THOUGHT_OVER], {"seed": 6, "max_tokens": 60, "return_token_ids": True}
 FORM = {"type": "json_schema", "name": "x", "schema": closed({"a": {"type": "boolean"}}), "strict": True}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, **named(FORM["schema"])}),
-        ("/v1/chat/completions", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, "guided_json": FORM["schema"]}),
-        ("/v1/completions", {"prompt": "Say it.", "max_tokens": 60, **named(FORM["schema"])}),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 60, "structured_outputs": {"json": FORM["schema"]}}),
-        ("/inference/v1/generate", TOKENS | {"sampling_params": LONG | {"guided_json": FORM["schema"]}}),
-        ("/inference/v1/generate", TOKENS | {"sampling_params": LONG | named(FORM["schema"])}),
-        ("/v1/responses", {"input": [ASK, THOUGHT_OVER], "max_output_tokens": 60, "text": {"format": FORM}}),
-        ("/v1/messages", {"messages": [ASK, THOUGHT_OVER], "max_tokens": 60, "output_config": {"format": FORM}}),
+        (CHAT, {"messages": LONG, **named(FORM["schema"])}),
+        (CHAT, {"messages": LONG, "guided_json": FORM["schema"]}),
+        (COMPLETIONS, {"prompt": "Say it.", **named(FORM["schema"])}),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": FORM["schema"]}}),
+        (GENERATE, {"sampling_params": FIELDS | {"guided_json": FORM["schema"]}}),
+        (GENERATE, {"sampling_params": FIELDS | named(FORM["schema"])}),
+        ("/v1/responses", {"input": LONG, "max_output_tokens": 60, "text": {"format": FORM}}),
+        ("/v1/messages", {"messages": LONG, "output_config": {"format": FORM}}),
     ],
 )
 def test_every_form_of_request(server, path, body):
-    status, answer = server.ask(path, body | {"seed": 6})
+    status, answer = server.ask(path, FIELDS | body | ({"token_ids": [40, 50]} if path == GENERATE else {}))
     assert status == 200, answer
-    text = {
-        "/v1/chat/completions": lambda: answer["choices"][0]["message"]["content"],
-        "/v1/completions": lambda: answer["choices"][0]["text"],
-        "/inference/v1/generate": lambda: small_policy()[0].tokenizer.decode(answer["choices"][0]["token_ids"][:-1]),
-        "/v1/responses": lambda: answer["output"][0]["content"][0]["text"],
-        "/v1/messages": lambda: answer["content"][0]["text"],
-    }[path]()
-    assert type(json.loads(text)["a"]) is bool
+    ids = answer.get("choices", [answer])[0]["token_ids"]
+    assert type(json.loads(small_policy()[0].tokenizer.decode(ids[:-1]))["a"]) is bool
 
 
 def test_json_objects_choices_and_regular_expressions(server):
@@ -138,6 +113,9 @@ def test_json_objects_choices_and_regular_expressions(server):
     (choice,) = answers(server, THOUGHT_OVER, structured_outputs={"regex": "[ab]{3}/[0-9]"})
     first, _, last = choice["message"]["content"].strip().partition("/")
     assert set(first) <= set("ab") and len(first) == 3 and last.isdigit()
+    long = named(closed({"a": {"type": "string", "minLength": 9}}))
+    choice = server.chat(LONG, max_tokens=5, **long)["choices"][0]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"].strip().startswith("{")
 
 
 def test_a_begun_answer_goes_on_in_its_schema(server):
@@ -145,14 +123,14 @@ def test_a_begun_answer_goes_on_in_its_schema(server):
     (choice,) = answers(server, begun, **named(FORM["schema"]))
     assert json.loads('{"a": t' + choice["message"]["content"]) == {"a": True}
     wrong = {"role": "assistant", "content": '</reason>{"b": '}
-    status, answer = server.ask("/v1/chat/completions", {"messages": [ASK, wrong], **named(FORM["schema"])})
+    status, answer = server.ask(CHAT, {"messages": [ASK, wrong], **named(FORM["schema"])})
     assert status == 400 and "has begun is not the beginning" in answer["error"]["message"]
 
 
 def test_calls_of_strict_tools_follow_their_schema():
     arguments = closed({"city": {"enum": ["Wien", "Graz"]}, "sure": {"type": "boolean"}})
     function = {"name": "f", "strict": True, "parameters": arguments}
-    with served(rollout=replace(ROLLOUT, max_prompt_tokens=512)) as server:
+    with served(replace(ROLLOUT, max_prompt_tokens=512)) as server:
         tools = {"tools": [{"type": "function", "function": function}]}
         (choice,) = answers(server, **tools, tool_choice="required", seed=3)
         (call,) = choice["message"]["tool_calls"]
@@ -172,7 +150,6 @@ def test_calls_of_strict_tools_follow_their_schema():
     [
         (named({"type": "foo"}), "Invalid type: foo"),
         (named({"type": "string", "pattern": "("}), "unclosed group"),
-        (named({"not": {"type": "string"}}), "not"),
         (named({"allOf": [{"type": "string"}, {"type": "integer"}]}), "Unsatisfiable"),
         (named({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (named({"type": "string", "format": "uri-reference"}), "uri-reference"),
@@ -187,41 +164,36 @@ def test_calls_of_strict_tools_follow_their_schema():
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_its_reason(server, fields, reason):
-    status, answer = server.ask("/v1/chat/completions", {"messages": [ASK], **fields})
+    status, answer = server.ask(CHAT, {"messages": [ASK], **fields})
     assert status == 400 and reason in answer["error"]["message"] and "rule0" not in answer["error"]["message"]
 
 
-def test_nothing_is_left_out_silently(server):
+def test_nothing_is_left_out_silently(server, monkeypatch):
     body = {"messages": [ASK], "max_tokens": 9, **named(FORM["schema"])}
-    assert server.not_applied("/v1/chat/completions", body) is None
+    assert server.not_applied(CHAT, body) is None
     with served(enforce_formats=False) as lax:
-        assert lax.not_applied("/v1/chat/completions", body) == "response_format"
+        assert lax.not_applied(CHAT, body) == "response_format"
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with served() as bare:
+        status, answer = bare.ask(CHAT, body)
+        assert status == 400 and "pip install" in answer["error"]["message"]
 
 
 def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
-    """No mask, no request's own sampling; a bias is refused."""
     with served() as server:
         for name in ("free", "asked", "told"):
             server.session(name)
         body = {"messages": [ASK], "max_tokens": 9, "return_token_ids": True}
         options = {"temperature": 0, "top_p": 0.1, "presence_penalty": 1, **named(FORM["schema"])}
         options |= {"min_tokens": 5, "ignore_eos": True, "bad_words": ["a"], "top_logprobs": 2}
-        path, ids = "/v1/chat/completions", []
-        for name, fields in (("free", {}), ("asked", options | {"logprobs": True})):
-            ids.append(server.ask(f"/s/{name}{path}", body | fields)[1]["choices"][0]["token_ids"])
-        assert ids[0] == ids[1]
-        assert server.not_applied(path, body, Authorization="Bearer /told") is None
-        told = server.not_applied(path, body | options | {"logprobs": True}, Authorization="Bearer /told")
+        asked = body | options | {"logprobs": True}
+        free, held = (server.ask(f"/s/{name}{CHAT}", ask)[1] for name, ask in (("free", body), ("asked", asked)))
+        assert free["choices"][0]["token_ids"] == held["choices"][0]["token_ids"]
+        assert server.not_applied(CHAT, body, Authorization="Bearer /told") is None
+        told = server.not_applied(CHAT, asked, Authorization="Bearer /told")
         assert set(told.split(", ")) == {*options}
-        status, answer = server.ask(f"/s/told{path}", body | {"logit_bias": {"5": 1}})
+        status, answer = server.ask(f"/s/told{CHAT}", body | {"logit_bias": {"5": 1}})
         assert status == 400 and "while a policy trains" in answer["error"]["message"]
-
-
-def test_without_the_library_the_answer_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with served() as server:
-        status, answer = server.ask("/v1/chat/completions", {"messages": [ASK], **named(FORM["schema"])})
-        assert status == 400 and "pip install" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("form", CONVENTIONS)

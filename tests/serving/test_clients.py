@@ -1,4 +1,4 @@
-"""The client that most agents use, `openai`, against the server. It is not among the requirements of the tests."""
+"""Clients of others against the server: `openai`, `anthropic`, and agents that use them, where they are installed."""
 
 import asyncio
 from dataclasses import replace
@@ -13,6 +13,7 @@ from tests.helpers.serving import ROLLOUT, WEATHER, scripted, served
 openai = pytest.importorskip("openai", reason="needs the openai client: pip install openai")
 ASK = [{"role": "user", "content": "What is two and three?"}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+FLAT = {"type": "function", "strict": False, **WEATHER["function"]}
 LOGPROBS = ["message.output_text.logprobs"]
 
 
@@ -52,13 +53,13 @@ def test_streams_and_completions(client):
 )
 def test_answers_and_events_have_all_fields_of_the_clients_types(text):
     """The client itself checks nothing; programs that do find nothing missing. A stream ends with the whole answer."""
-    pydantic, tool = pytest.importorskip("pydantic"), {"type": "function", "strict": False, **WEATHER["function"]}
+    pydantic = pytest.importorskip("pydantic")
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from openai.types.responses import Response, ResponseStreamEvent
 
     event = pydantic.TypeAdapter(ResponseStreamEvent)
     with scripted(*[text] * 4, config=TextConfig(max_calls_per_turn=2)) as server:
-        body = {"input": "x", "model": "policy", "tools": [tool], "top_logprobs": 1, "include": LOGPROBS}
+        body = {"input": "x", "model": "policy", "tools": [FLAT], "top_logprobs": 1, "include": LOGPROBS}
         answer = server.ask("/v1/responses", body)[1]
         Response.model_validate(answer)
         events = server.events("/v1/responses", body)
@@ -125,7 +126,7 @@ def test_an_agent_framework_is_one_conversation():
     """smolagents as it is: it forces tool calls, sends parts of content, writes its errors as messages of a user."""
     smolagents = pytest.importorskip("smolagents", reason="needs smolagents: pip install 'smolagents[openai]'")
     rollout = replace(ROLLOUT, slots=2, block=64, max_prompt_tokens=8192, max_response_tokens=1024)
-    with served(rollout=rollout) as server:
+    with served(rollout) as server:
         session, url = server.session(), f"http://127.0.0.1:{server.port}/s/one/v1"
         model = smolagents.OpenAIServerModel("policy", url, "none", max_tokens=12, temperature=0.3)
         agent = smolagents.ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
@@ -133,3 +134,36 @@ def test_an_agent_framework_is_one_conversation():
     assert len(session.calls) >= 2
     rows = conversations_of(session.calls[:2])
     assert len(rows) == 1 and sum(rows[0].mask) == sum(len(call.ids) for call in session.calls[:2])
+
+
+def test_the_client_reads_responses():
+    with scripted(CALL, "It rains.") as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+        first = client.responses.create(model="policy", input=ASK, tools=[FLAT])
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        given = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+        more = {"input": given, "tools": [FLAT], "previous_response_id": first.id}
+        with client.responses.stream(model="policy", **more) as stream:
+            kinds = [event.type for event in stream]
+            last = stream.get_final_response()
+    assert last.output_text == "It rains." and "response.output_text.delta" in kinds
+    assert last.usage.output_tokens > 0 and last.previous_response_id == first.id
+
+
+def test_the_anthropic_client_reads_messages():
+    anthropic = pytest.importorskip("anthropic", reason="needs the anthropic client: pip install anthropic")
+    with scripted(*["I look.</reason>" + CALL] * 2, "Rain.</reason>It rains.") as server:
+        client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
+        tool = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+        fields = {"model": "policy", "max_tokens": 99, "tools": [tool]}
+        message = client.messages.create(messages=ASK, **fields)
+        with client.messages.stream(messages=ASK, **fields) as stream:
+            streamed = stream.get_final_message()
+        assert [block.type for block in message.content] == [block.type for block in streamed.content]
+        call = streamed.content[-1]
+        assert streamed.stop_reason == "tool_use" and call.input == {"city": "Rome"}
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+        messages = [*ASK, {"role": "assistant", "content": streamed.content}, {"role": "user", "content": [result]}]
+        last = client.messages.create(messages=messages, **fields)
+        assert last.content[-1].text == "It rains." and last.usage.output_tokens > 0
+        assert client.messages.count_tokens(model="policy", messages=ASK).input_tokens > 0

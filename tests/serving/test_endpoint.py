@@ -1,10 +1,11 @@
-"""The policy behind HTTP: forms of requests and answers, the cache between turns, refusals, clients that leave."""
+"""The policy behind HTTP: requests and answers, sampling fields, the cache between turns, clients that leave."""
 
 import json
 import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +14,14 @@ import yaml
 
 import grpo_roc_jax as g
 from grpo_roc_jax.commands.serve import main
-from grpo_roc_jax.config import Config
+from grpo_roc_jax.engine.steering import DrawSettings
 from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run.components import serving_parts
 from grpo_roc_jax.run.load import serving_settings
 from grpo_roc_jax.serving.replies import SampledChoice
+from grpo_roc_jax.serving.responses import LOGPROBS
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
-from grpo_roc_jax.types import Problem
 from tests.helpers.serving import ROLLOUT, Served, direct, scripted, served, small_policy, wait_for
 from tests.helpers.serving import server as server  # a fixture
 from tests.test_readme import TINY
@@ -32,7 +33,7 @@ def test_a_chat_completion_has_the_ids_and_log_probabilities_of_the_engine(serve
     answer = server.chat(HELLO, logprobs=True, return_token_ids=True, return_weight_versions=True, seed=5)
     (choice,) = answer["choices"]
     wanted = direct(answer["prompt_token_ids"], 24, place=5)
-    assert answer["prompt_token_ids"] == small_policy()[0].prompt_ids(Problem("", HELLO[0]["content"], "", ""))
+    assert answer["prompt_token_ids"] == small_policy()[0].prompt_ids(g.Problem("", HELLO[0]["content"], "", ""))
     assert choice["token_ids"] == wanted.tokens[wanted.prompt_length :].tolist()
     logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
     np.testing.assert_allclose(logprobs, wanted.logprobs[wanted.prompt_length :], atol=1e-5)
@@ -62,7 +63,6 @@ def test_a_stream_adds_up_to_the_whole_answer(server, path):
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"return_tokens_as_token_ids": True}])
 def test_tokens_have_their_names_and_places_in_the_text(fields):
-    """Those of a part of a character are named by their bytes, and lie where the character does."""
     path, text = "/v1/completions", "na\u00efve \u2192 \U0001f600."
     with scripted(text) as server:
         body = {"prompt": "x", "logprobs": 1} | fields
@@ -77,19 +77,17 @@ def test_tokens_have_their_names_and_places_in_the_text(fields):
 
 
 def test_token_ids_in_and_out(server):
-    prompt = [5, 6, 7, 300, 9]
     sampling = {"max_tokens": 9, "logprobs": 1, "temperature": 0, "stop_token_ids": [2]}
-    sampling["routed_experts_prompt_start"] = 3
-    answer = server.ask("/inference/v1/generate", {"model": "x", "token_ids": prompt, "sampling_params": sampling})[1]
+    body = {"token_ids": PROMPT, "sampling_params": sampling | {"routed_experts_prompt_start": 3}}
+    answer = server.ask("/inference/v1/generate", body)[1]
     (choice,) = answer["choices"]
-    wanted = direct(prompt, 9, temperature=0.0).tokens[5:].tolist()
+    wanted = direct(PROMPT, 9, temperature=0.0).tokens[5:].tolist()
     assert choice["token_ids"] == wanted
     assert [token["token"] for token in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in wanted]
     assert answer["request_id"] and choice["weight_versions"][0]["version"] == answer["policy_version"] == 7
-    stop = wanted[3]
-    sampling["stop_token_ids"] = [stop]
-    (choice,) = server.ask("/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling})[1]["choices"]
-    assert choice["token_ids"] == wanted[: wanted.index(stop) + 1] and choice["finish_reason"] == "stop"
+    sampling["stop_token_ids"] = [wanted[3]]
+    (choice,) = server.ask("/inference/v1/generate", body | {"sampling_params": sampling})[1]["choices"]
+    assert choice["token_ids"] == wanted[: wanted.index(wanted[3]) + 1] and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("length", [ROLLOUT.max_prompt_tokens // 2, ROLLOUT.max_prompt_tokens + 36])
@@ -100,36 +98,32 @@ def test_a_stop_text_does_not_begin_in_the_prompt(server, length):
     prompt = (tokenizer.encode("we see that") * length)[:length]
     body = {"prompt": prompt, "max_tokens": 6, "seed": 3, "return_token_ids": True}
     ids = server.ask("/v1/completions", body)[1]["choices"][0]["token_ids"]
-    stop = tokenizer.decode([*prompt[-2:], ids[0]])
-    status, answer = server.ask("/v1/completions", body | {"stop": stop})
-    assert status == 200 and answer["choices"][0]["token_ids"] == ids
+    body["stop"] = tokenizer.decode([*prompt[-2:], ids[0]])
+    assert server.ask("/v1/completions", body)[1]["choices"][0]["token_ids"] == ids
 
 
 def test_a_stop_text_ends_the_answer_before_it(server):
-    full = server.ask("/v1/completions", {"prompt": "one", "max_tokens": 24, "seed": 8})[1]["choices"][0]["text"]
-    stop = next(text for text in (full[i : i + 2] for i in range(4, len(full))) if "\ufffd" not in text)
-    body = {"prompt": "one", "max_tokens": 24, "seed": 8, "stop": stop}
+    body = {"prompt": "one", "max_tokens": 24, "seed": 8}
+    full = server.ask("/v1/completions", body)[1]["choices"][0]["text"]
+    body["stop"] = next(text for text in (full[i : i + 2] for i in range(4, len(full))) if "\ufffd" not in text)
     (choice,) = server.ask("/v1/completions", body)[1]["choices"]
-    assert choice["text"] == full.partition(stop)[0] and choice["finish_reason"] == "stop"
-    pieces = server.events("/v1/completions", body)
-    assert "".join(piece["choices"][0]["text"] for piece in pieces) == choice["text"]
+    assert choice["text"] == full.partition(body["stop"])[0] and choice["finish_reason"] == "stop"
+    assert "".join(piece["choices"][0]["text"] for piece in server.events("/v1/completions", body)) == choice["text"]
 
 
 def test_a_second_turn_writes_its_new_tokens_alone_and_samples_the_same(server):
     """Turn by turn the ids grow, although the client sends texts; what was found in the cache changes no token."""
     messages: list = [{"role": "user", "content": "Count the legs of nine spiders and tell me what you did."}]
-    ids, written, counted = [], [], []
+    ids, counted, stats = [], [], server.endpoint.loop.stats
     for turn in range(3):
-        before = server.endpoint.loop.stats.prefilled_tokens
+        before = stats.prefilled_tokens
         answer = server.chat(messages, return_token_ids=True, seed=40 + turn, max_tokens=30)
-        written.append(server.endpoint.loop.stats.prefilled_tokens - before)
+        prompt, (choice,) = answer["prompt_token_ids"], answer["choices"]
         counted.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-        assert answer["prompt_token_ids"][: len(ids)] == ids
-        (choice,) = answer["choices"]
-        ids = answer["prompt_token_ids"] + choice["token_ids"]
-        assert counted[turn] + written[turn] == len(answer["prompt_token_ids"]) - 1
-        if len(answer["prompt_token_ids"]) < 64:
-            wanted = direct(answer["prompt_token_ids"], 30, 40 + turn)
+        assert counted[turn] + stats.prefilled_tokens - before == len(prompt) - 1 and prompt[: len(ids)] == ids
+        ids = prompt + choice["token_ids"]
+        if len(prompt) < 64:
+            wanted = direct(prompt, 30, 40 + turn)
             assert choice["token_ids"] == wanted.tokens[wanted.prompt_length :].tolist()
         messages.append({"role": "assistant", "content": f"\n {choice['message']['content']} "})
         messages.append({"role": "user", "content": [{"type": "text", "text": "So?"}]})
@@ -144,15 +138,8 @@ def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
         body = {"prompt": list(range(5, 50)), "max_tokens": 2, "temperature": 0, "return_weight_versions": True}
         usage = [server.ask("/v1/completions", body)[1]["usage"]["prompt_tokens_details"] for _ in range(2)]
         assert [entry["cached_tokens"] for entry in usage] == [0, 32]
-        loop, newer = server.endpoint.loop, small_policy()[2]
-
-        def publish_when_asked():
-            if not loop.jobs:
-                return None
-            loop.duty = lambda: None
-            return loop.engine.publish(newer, 8)
-
-        loop.duty = publish_when_asked
+        loop, newer = server.endpoint.loop, [small_policy()[2]]
+        loop.duty = lambda: loop.engine.publish(newer.pop(), 8) if loop.jobs and newer else None
         answer = server.ask("/v1/completions", body)[1]
         assert answer["policy_version"] == 8 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert [entry["version"] for entry in answer["choices"][0]["weight_versions"]] == [8]
@@ -173,6 +160,9 @@ def test_a_token_is_needed_and_names_a_session():
         status, answer = server.ask("/v1/messages", body, X_Api_Key="wrong")
         assert status == 401 and answer["error"]["type"] == "authentication_error"
         assert [server.ask("/v1/models", Authorization="Bearer a/b")[0] for _ in range(6)].count(429) >= 1
+    with served(limits=ServerLimits(waiting=1)) as server:
+        answer = server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1})[1]
+        assert answer["error"]["code"] == "overloaded"
 
 
 def opened(server, fields, buffer=1 << 16):
@@ -209,28 +199,18 @@ def test_a_client_that_reads_nothing_does_not_keep_its_place(server, monkeypatch
     assert server.chat(HELLO)["choices"]
 
 
-@pytest.mark.parametrize("operation", ["advance", "submit"])  # `submit` allocates the pool
-def test_a_fault_of_the_engine_is_an_error_of_its_requests_alone(server, monkeypatch, operation):
-    engine = server.endpoint.loop.engine
-    monkeypatch.setattr(engine, operation, lambda *arguments: 1 / 0)
-    status, answer = server.ask("/v1/chat/completions", {"messages": HELLO})
-    assert status == 500 and "division" in answer["error"]["message"]
-    monkeypatch.undo()
-    assert server.chat(HELLO)["choices"]
-
-
-def test_a_row_that_the_engine_cut_is_no_whole_answer(server):
-    with injected("rollout.turn=raise"):
+def test_a_fault_of_the_engine_is_an_error_of_its_requests_alone(server, monkeypatch):
+    for operation in ("advance", "submit"):  # `submit` allocates the pool
+        monkeypatch.setattr(server.endpoint.loop.engine, operation, lambda *arguments: 1 / 0)
+        status, answer = server.ask("/v1/chat/completions", {"messages": HELLO})
+        assert status == 500 and "division" in answer["error"]["message"]
+        monkeypatch.undo()
+        assert server.chat(HELLO)["choices"]
+    with injected("rollout.turn=raise"):  # a row that the engine cut is no whole answer
         status, answer = server.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
     assert status == 500 and "sampling ended early: infrastructure" in answer["error"]["message"]
     for stop, reason in (("", None), ("eos", "stop"), ("length", "length"), ("deadline", "length")):
         assert SampledChoice(0, np.zeros(0), stop=stop).finish_reason == reason
-
-
-def test_a_server_with_a_limit_says_that_it_is_busy():
-    with served(limits=ServerLimits(waiting=1)) as server:
-        answer = server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1})[1]
-        assert answer["error"]["code"] == "overloaded"
 
 
 def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch):
@@ -244,11 +224,10 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("stage", [None, 1])
 def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
     """A run of settings that a learner, an environment and a reward would be refused for."""
-    config = load_config(Config, ["toy.yaml", *TINY, "--sampling.top_p=0.9", "--rollout.slots=16"], prog="x")
+    config = load_config(g.Config, ["toy.yaml", *TINY, "--sampling.top_p=0.9", "--rollout.slots=16"], prog="x")
     content = yaml.safe_load(dump_yaml(config))
-    content["environment"] = {"kind": "class", "path": "nowhere.at_all:Env"}
+    content |= {"environment": {"kind": "class", "path": "nowhere.at_all:Env"}, "method": {"files": ["gone.py"]}}
     content["reward"] = {"functions": [{"kind": "function", "path": "gone.py:pay"}]}
-    content["method"] = {"files": ["gone.py"]}
     content["batch"]["row_length"] = 100
     if stage:
         rollout = {"max_turns": 3, "step_limit": {"kind": "partial", "seconds": 5.0}}
@@ -261,16 +240,15 @@ def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
     settings = serving_settings(str(tmp_path), words, "x")
     assert settings.rollout.max_prompt_tokens == 2048 and settings.batch.row_length >= settings.rollout.max_row_tokens
     assert (settings.sampling.top_p, settings.rollout.slots, settings.model) == (0.9, 16, config.model)
-    assert settings.environment == Config().environment and settings.reward == Config().reward
+    assert settings.environment == g.Config().environment and settings.reward == g.Config().reward
     turns = 3 if stage else config.rollout.max_turns
     assert (settings.rollout.max_turns, settings.rollout.step_limit.kind) == (turns, "none")
     with serving_parts(settings) as (_, sampler):
         assert sampler.executor is sampler.agents is sampler.episodes is None
         assert sampler.engine.config.max_prompt_tokens == 2048
-    with pytest.raises(g.ConfigError, match=r"unknown key 'rolout\.slots'"):
-        serving_settings(str(tmp_path), ["--rolout.slots=3"], "x")
-    with pytest.raises(g.ConfigError, match=r"rollout\.slots = -1"):
-        serving_settings(str(tmp_path), ["--rollout.slots=-1"], "x")
+    for word, message in (("rolout.slots=3", r"unknown key 'rolout\.slots'"), ("rollout.slots=-1", r"slots = -1")):
+        with pytest.raises(g.ConfigError, match=message):
+            serving_settings(str(tmp_path), [f"--{word}"], "x")
 
 
 @pytest.mark.slow
@@ -283,11 +261,178 @@ def test_the_command_serves_a_run_and_follows_it(tmp_path):
         try:
             url = program.stdout.readline().strip()
             served = Served(None, int(re.fullmatch(r"http://127.0.0.1:(\d+)/v1", url)[1]))
-            first = served.chat([{"role": "user", "content": "1+1"}], max_tokens=4)
-            assert first["policy_version"] == 1 and first["usage"]["completion_tokens"] >= 1
+            assert served.chat(HELLO, max_tokens=4)["policy_version"] == 1
             g.train_policy(g.read_config("toy.yaml", *words, "--steps=2"))
             wait_for(lambda: served.ask("/v1/models")[1]["data"][0]["policy_version"] == 2)
-            assert served.chat([{"role": "user", "content": "1+1"}], max_tokens=4)["policy_version"] == 2
+            assert served.chat(HELLO, max_tokens=4)["policy_version"] == 2
         finally:
             program.terminate()
         assert program.wait(20) == 0
+
+
+# ---- sampling fields ----------------------------------------------------------------------------------------------
+
+PROMPT = [5, 6, 7, 300, 9]
+END = small_policy()[0].end_id
+CHAT = {"messages": [{"role": "user", "content": "Two and three?"}], "max_tokens": 12}
+
+
+def drawn(server, **fields):
+    body = {"prompt": PROMPT, "max_tokens": 24, "seed": 1, "return_token_ids": True, "logprobs": 1} | fields
+    status, answer = server.ask("/v1/completions", body)
+    assert status == 200, answer
+    return answer["choices"]
+
+
+def test_requests_of_one_batch_have_their_own_values(server):
+    wanted = direct(PROMPT, 24, temperature=0.0)
+    greedy = wanted.tokens[5:].tolist()
+    plain = direct(PROMPT, 24, place=1).tokens[5:].tolist()
+    idle = {"top_k": -1, "top_p": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+    requests = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0, "repetition_penalty": 1.0}]
+    requests += [{"logit_bias": {"17": 100, "40": 5.5}}, idle]
+    with ThreadPoolExecutor(16) as pool:
+        choices = [choice for (choice,) in pool.map(lambda fields: drawn(server, **fields), requests * 2)]
+    tokens = [choice["token_ids"] for choice in choices]
+    assert tokens == [plain, greedy, greedy, greedy, greedy, [17] * 24, plain] * 2
+    scores = choices[1]["logprobs"]["token_logprobs"]  # of `top_k` 1: those of the policy, whatever was asked
+    np.testing.assert_allclose(scores, wanted.logprobs[5:], atol=1e-5)
+
+
+def test_choices_of_one_request_are_steered_each_and_a_seed_repeats_them(server):
+    fields = {"n": 3, "top_k": 20, "presence_penalty": 1.5, "seed": 7}
+    first, again = (drawn(server, **fields) for _ in range(2))
+    for row, other in zip(first, again, strict=True):  # log-probabilities depend on the width of the batch by rounding
+        scores = [choice.pop("logprobs")["token_logprobs"] for choice in (row, other)]
+        assert row == other and scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert len({tuple(row["token_ids"]) for row in first}) == 3
+    texts = ["", "", ""]
+    for piece in server.events("/v1/completions", {"prompt": PROMPT, "max_tokens": 24} | fields):
+        (choice,) = piece["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == [row["text"] for row in first]
+
+
+PATHS = {
+    "/v1/chat/completions": (CHAT, lambda fields: fields),
+    "/v1/completions": ({"prompt": PROMPT, "max_tokens": 4}, lambda fields: fields),
+    "/v1/responses": ({"input": "Two?", "max_output_tokens": 4}, lambda fields: fields),
+    "/inference/v1/generate": ({"token_ids": PROMPT}, lambda fields: {"sampling_params": {"max_tokens": 4, **fields}}),
+}
+REFUSED = {
+    "top_p": (0, -0.1, 1.5, "1", float("nan"), True),
+    "top_k": (-2, 1.5, "4"),
+    "min_p": (-1, 2),
+    "temperature": (-1, float("inf"), "hot"),
+    "seed": ("x", 1.5),
+    "presence_penalty": (3, -3),
+    "frequency_penalty": (2.5, "1"),
+    "repetition_penalty": (0, -1, 1e-300, 0.009),
+    "logit_bias": ({"x": 1}, {"-1": 1}, {"400": 1}, {"5": 101}, {"5": None}, [5]),
+    "min_tokens": (-1, 1.5, 10**30, True),
+    "ignore_eos": (1, "yes"),
+    "bad_words": ("x", [1], [""], ["x" * 65], ["x"] * 1025),
+    "top_logprobs": (-1, 21, True, "2"),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_wrong_values_are_refused_by_name(server, path):
+    body, wrap = PATHS[path]
+    for name, values in REFUSED.items():
+        for value in values:
+            status, answer = server.ask(path, body | wrap({name: value}))
+            error = answer["error"]
+            assert status == 400 and error["param"] == name and name in error["message"], (name, value, error)
+            assert "must" in error["message"], (name, value, error)
+    absent = ({"prompt_logprobs": 1}, {"echo": True}, {"best_of": 2}, {"use_beam_search": True})
+    for fields in absent if path != "/v1/responses" else ():  # which has none of these
+        status, answer = server.ask(path, body | wrap(fields))
+        assert status == 400 and "not supported" in answer["error"]["message"]
+
+
+FIELDS = {"top_p": 0.9, "top_k": 50, "min_p": 0.01, "temperature": 0.7, "seed": 3, "logit_bias": {"5": -2}}
+FIELDS |= {"min_tokens": 2, "ignore_eos": True, "bad_words": ["xyz"], "stop_token_ids": [17], "repetition_penalty": 1.2}
+FIELDS |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_right_values_are_taken_everywhere(server, path):
+    """What the engine makes of them is tested there (`engine/test_sampling.py`)."""
+    body, wrap = PATHS[path]
+    fields = server.endpoint.form(path, body | wrap(FIELDS), "").fields
+    settings = {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "bias": {5: -2.0}, "presence": 0.5, "frequency": -0.5}
+    assert fields.draw.banned[0] == tuple(small_policy()[0].tokenizer.encode("xyz"))
+    settings |= {"repetition": 1.2, "min_tokens": 2, "ends": frozenset([17]), "banned": fields.draw.banned}
+    assert fields.draw == DrawSettings(**settings)
+    assert (fields.temperature, fields.seed, fields.ignore_eos, fields.stop_ids) == (0.7, 3, True, {17})
+    assert server.ask(path, body | wrap(FIELDS))[0] == 200
+
+
+def test_an_end_that_is_ignored_is_a_token_like_others(server):
+    (choice,) = drawn(server, logit_bias={str(END): 100}, ignore_eos=True)
+    assert choice["token_ids"] == [END] * 24 and choice["finish_reason"] == "length"
+    (choice,) = drawn(server, logit_bias={str(END): 100}, ignore_eos=True, stop_token_ids=[END])
+    assert choice["token_ids"] == [END], "what the request names ends it"
+    for ignored, length in ((True, CHAT["max_tokens"]), (False, 1)):
+        answer = server.chat(**CHAT, logit_bias={str(END): 100}, ignore_eos=ignored)
+        assert answer["usage"]["completion_tokens"] == length
+        assert answer["choices"][0]["finish_reason"] == ("length" if ignored else "stop")
+
+
+def test_the_most_likely_tokens_are_those_of_the_policy_at_each_position(server):
+    tokenizer = small_policy()[0].tokenizer
+    for temperature in (0, 1):
+        (result,) = drawn(server, logprobs=5, temperature=temperature)
+        (by_id,) = drawn(server, logprobs=5, temperature=temperature, return_tokens_as_token_ids=True)
+        tops, ids = (choice["logprobs"]["top_logprobs"] for choice in (result, by_id))
+        assert len(tops) == 24
+        for top, others, value in zip(tops, ids, result["logprobs"]["token_logprobs"], strict=True):
+            assert 5 <= len(others) <= 6 and (temperature or max(top.values()) == pytest.approx(value, abs=1e-5))
+            texts = {tokenizer.token_bytes(int(name.removeprefix("token_id:"))) for name in others}
+            assert len(top) == len(texts), "parts of characters have names of their own"
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 24, "seed": 1, "logprobs": 20}}
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(drawn, server)
+        content = server.ask("/inference/v1/generate", body)[1]["choices"][0]["logprobs"]["content"]
+        assert [entry["token_id"] for entry in content] == other.result()[0]["token_ids"]
+    for entry in content:
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert values == sorted(values, reverse=True) and len(values) == 20 and sum(map(np.exp, values)) <= 1.0001
+        same = [top["logprob"] for top in entry["top_logprobs"] if top["token_id"] == entry["token_id"]]
+        assert not same or same[0] == pytest.approx(entry["logprob"], abs=1e-5)
+    chat = CHAT | {"logprobs": True, "top_logprobs": 3, "seed": 4}
+    tokens = server.ask("/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
+    result = [piece["choices"][0].get("logprobs") for piece in server.events("/v1/chat/completions", chat)]
+    assert [token for entry in result if entry for token in entry["content"]] == tokens
+    assert all(len(token["top_logprobs"]) == 3 and token["top_logprobs"][0]["bytes"] for token in tokens)
+    request = {"input": "Two?", "max_output_tokens": 4, "top_logprobs": 2, "seed": 5, "include": [LOGPROBS]}
+    (item,) = server.ask("/v1/responses", request)[1]["output"]
+    assert [len(token["top_logprobs"]) for token in item["content"][0]["logprobs"]] == [2] * 4
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages"])
+def test_fields_that_nothing_reads_are_named_in_a_header(server, path):
+    body, wrap = PATHS.get(path, (CHAT, lambda fields: fields))
+    idle = {"user": "me", "metadata": {"a": "b"}, "reasoning_effort": None, "skip_special_tokens": True}
+    assert server.not_applied(path, body | wrap(idle)) is None
+    odd = {"include_stop_str_in_output": True, "chat_template_kwargs": {"thinking": False}}
+    odd |= {"a\r\nX-B: c": 1, "\u00e9": 1}
+    assert server.not_applied(path, body | wrap(odd)) == "include_stop_str_in_output, chat_template_kwargs"
+    many = {f"field{i}": 1 for i in range(5000)}
+    assert server.not_applied(path, body | wrap(many)).count(",") == 31
+
+
+BOUNDS = [
+    {"stop_token_ids": [2**31 - 1], "min_tokens": 2},
+    {"temperature": 1e-37, "logit_bias": {"17": 100}},
+    {"temperature": 1.2e-38, "logit_bias": {"17": 100}, "top_p": 0.5},
+    {"repetition_penalty": 0.01, "frequency_penalty": -2},
+    {"repetition_penalty": 100, "logit_bias": {"17": 100}, "frequency_penalty": -2},
+]
+
+
+def test_values_at_the_bounds_end_no_batch(server):
+    """What a row asks for is applied on the device to all rows of a batch, so an error there fails all requests."""
+    for fields in BOUNDS:
+        assert all(len(choice["token_ids"]) for choice in drawn(server, prompt=[8, 9, 10], n=2, **fields))

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import time
+from itertools import product
 
 import pytest
 
@@ -38,30 +39,22 @@ def by_user(content):
 
 REFUSED = [
     (CHAT, b"{", "the body is no JSON", None),
-    (CHAT, b"\xff", "the body is no JSON", None),
     (CHAT, b"[1]", "the body is list; must be an object", None),
     (CHAT, DEEP, "", None),
-    (CHAT, b'{"messages": ' + DEEP + b"}", "", None),
     (CHAT, b'{"seed": ' + b"9" * 5000 + b"}", "", None),
     (CHAT, {"metadata": deep(200)}, "nested more than 128 times", None),
     (CHAT, {"messages": {"role": "user"}}, "", "messages"),
     (CHAT, {"messages": []}, "at least one message", "messages"),
     (CHAT, {"messages": ["x"]}, r"messages\[0\] is str", "messages"),
-    (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "", "messages"),
     (CHAT, {"messages": [{"role": "judge", "content": "x"}]}, "must be system, user, assistant or tool", "messages"),
     (CHAT, by_user({"text": "x"}), "", ...),
-    (CHAT, by_user([["x"]]), "", ...),
     (CHAT, by_user([{"type": "image_url"}]), "images are not supported", None),
     (CHAT, by_user("word " * 400), "leaves no room in a context of 256", None),
-    (CHAT, {"tools": [WEATHER]}, "leaves no room in a context of 256", None),
     (CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": {"id": 1}}]}, "", ...),
     (CHAT, {"messages": CALLED}, "their results must follow it", "messages"),
-    (CHAT, {"messages": [*CALLED, RESULT | {"tool_call_id": 7}]}, "", ...),
     (CHAT, {"messages": [*HI, RESULT]}, "must follow the call", "messages"),
     (CHAT, {"tools": WEATHER}, "", "tools"),
     (CHAT, {"tools": [{"type": "retrieval"}]}, "must be of type function", "tools"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "", ...),
-    (CHAT, {"tools": [WEATHER], "tool_choice": {"function": {"name": ["weather"]}}}, "", ...),
     (CHAT, {"tools": [WEATHER], "tool_choice": {"function": {"name": "x"}}}, "the tools are weather", ...),
     (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "offer those alone", ...),
     (CHAT, {"tool_choice": "always"}, "must be auto, none or required", "tool_choice"),
@@ -73,18 +66,14 @@ REFUSED = [
     (CHAT, {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
     (CHAT, {"stop": ["a"] * 17}, "stop must be up to 16 texts", "stop"),
     (CHAT, {"stop": [""]}, "stop must be up to 16 texts", "stop"),
-    (CHAT, {"stop": {"a": 1}}, "", "stop"),
     (CHAT, {"stop": "a", "min_tokens": 2}, "leave out stop", "min_tokens"),
     (CHAT, {"n": 65}, "n = 65; must be 1 to 64", "n"),
     (CHAT, {"max_tokens": 0}, "must be at least 1", "max_tokens"),
-    (CHAT, {"temperature": 10**400}, "", "temperature"),
     (CHAT, {"top_logprobs": 5}, "top_logprobs without logprobs", "top_logprobs"),
     (CHAT, {"logit_bias": {str(i): 1 for i in range(5000)}}, "", "logit_bias"),
     (CHAT, {"stream": "yes"}, "", "stream"),
-    (CHAT, {"stream_options": [True]}, "", "stream_options"),
     (CHAT, {"model": 3}, "model is int", "model"),
     (COMPLETIONS, {"prompt": ""}, "", ...),
-    (COMPLETIONS, {"prompt": {"a": 1}}, "", ...),
     (COMPLETIONS, {"prompt": ["x"] * 100, "stream": True}, "", ...),
     (COMPLETIONS, {"prompt": [[5]] * 100_000}, "100000 choices; must be at most 64", "n"),
     (COMPLETIONS, {"prompt": [[]]}, "", ...),
@@ -92,27 +81,21 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [[-1]]}, "", ...),
     (COMPLETIONS, {"prompt": [10**9]}, "", ...),
     (COMPLETIONS, {"prompt": [5] * 100_000}, "leaves no room", ...),
-    (GENERATE, {"token_ids": "5"}, "", ...),
     (GENERATE, {"token_ids": []}, "", ...),
     (GENERATE, {"token_ids": [1 << 20]}, "outside the vocabulary", ...),
     (GENERATE, {"token_ids": [5], "sampling_params": []}, "", ...),
-    (GENERATE, {"token_ids": [5], "stream": True}, "", ...),
-    (RESPONSES, b"{}", "at least one item", ...),
+    (GENERATE, {"token_ids": [5], "stream": True}, "stream is not supported here", ...),
     (RESPONSES, {"input": []}, "at least one item", ...),
     (RESPONSES, {"input": ["x"]}, r"input\[0\] is str", ...),
-    (RESPONSES, {"input": [{"type": ["message"]}]}, "", ...),
     (RESPONSES, {"input": [{"type": "computer_call"}]}, "'computer_call'; must be message", ...),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", ...),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{"}]}, "", ...),
     (RESPONSES, {"input": [GIVEN]}, "follow", ...),
-    (RESPONSES, {"previous_response_id": ["resp_none"]}, "", ...),
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "holds no schema", ...),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "'web_search'; must be function", ...),
     (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "allowed_tools"}}, "offer those alone", ...),
     (RESPONSES, {"background": True}, "background is not supported", ...),
-    (RESPONSES, {"include": "all"}, "", "include"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens = 0", "max_output_tokens"),
-    (MESSAGES, b'{"max_tokens": 3}', "at least one message", ...),
     (CHAT, {"messages": [*HI, {"role": "user", "content": [{"type": "image_url"}]}]}, r"^messages\[1\]", ...),
     (MESSAGES, {"system": "s", "messages": [*HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "other"}]}]}, r"^messages\[2\]: ", ...),
@@ -121,16 +104,12 @@ REFUSED = [
     (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, "must be user or assistant", ...),
     (MESSAGES, by_user([{"type": "image"}]), "type 'image'", ...),
     (MESSAGES, by_user([{"type": "tool_result", "tool_use_id": "t1"}]), "", ...),
-    (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE | {"name": 5}]}]}, "", ...),
     (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "", ...),
-    (MESSAGES, {"system": [{"type": "image"}]}, "", ...),
+    (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": [USE | {"name": 5}]}]}, "", ...),
     (MESSAGES, {"tools": [{"type": "bash_1", "name": "bash"}]}, "'bash_1'", ...),
     (MESSAGES, {"tools": [TOOL | {"input_schema": 5}]}, "", ...),
-    (MESSAGES, {"tools": [TOOL], "tool_choice": "auto"}, "", ...),
     (MESSAGES, {"tool_choice": {"type": "x"}}, "auto, any", ...),
-    (MESSAGES, {"stop_sequences": [1]}, "", ...),
     (MESSAGES, {"max_tokens": "10"}, "max_tokens is str", ...),
-    (COUNT, {"messages": 5}, "", ...),
 ]  # fmt: skip
 """Path, odd part, what the answer says, and the field that it names (... for any or none)."""
 
@@ -152,21 +131,20 @@ def test_an_odd_request_is_refused_by_what_is_wrong(server, path, body, message,
     assert time.perf_counter() - begun < 5 and not server.endpoint.running
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}]}),
-        (CHAT, {"seed": 10**400}),
-        (CHAT, {"max_tokens": 10**400}),
-        (CHAT, {"model": "no-such-model"}),
-        (COUNT, {"tools": [TOOL]}),
-        (COUNT, {"tools": [TOOL | {"type": None}]}),
-        (CHAT, {"messages": [*HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *HI]}),
-    ],
-)
-def test_an_odd_request_that_has_a_meaning_is_answered(server, path, body):
-    status, answer = server.ask(path, {"max_tokens": 2} | WHOLE[path] | body)
-    assert status == 200, answer
+ANSWERED = [
+    (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}]}),
+    (CHAT, {"seed": 10**400}),
+    (CHAT, {"max_tokens": 10**400}),
+    (CHAT, {"model": "no-such-model"}),
+    (COUNT, {"tools": [TOOL]}),
+    (COUNT, {"tools": [TOOL | {"type": None}]}),
+    (CHAT, {"messages": [*HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *HI]}),
+]
+
+
+def test_an_odd_request_that_has_a_meaning_is_answered(server):
+    for path, body in ANSWERED:
+        assert server.ask(path, {"max_tokens": 2} | WHOLE[path] | body)[0] == 200, body
 
 
 def test_a_tool_result_that_is_an_error_says_so_to_the_policy(server):
@@ -180,13 +158,10 @@ def test_a_tool_result_that_is_an_error_says_so_to_the_policy(server):
     assert prompt("Error: gone", is_error=True) == prompt("Error: gone") != prompt("gone", is_error=False)
 
 
-ABSENT = ("/", "/v2/models", "/v1/models/", "/metrics/policy", "/s/one/v1/files", f"{CHAT}/x")
-
-
 def test_heads_and_other_methods_leave_the_connection_usable(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     cases = [("HEAD", "/health", 200), ("HEAD", "/v1/models", 200), ("HEAD", "/v1/models/none", 404)]
-    cases += [("GET", "/", 404), ("GET", "/v2/models", 404), ("PURGE", "/health", 405)]
+    cases += [("GET", "/", 404), ("PURGE", "/health", 405)]
     cases += [("OPTIONS", CHAT, 405), ("GET", CHAT, 405), ("DELETE", "/v1/models/policy", 405), ("HEAD", CHAT, 405)]
     for method, path, status in cases:
         for verb, where, expected in ((method, path, status), ("GET", "/health", 200)):
@@ -200,7 +175,7 @@ def test_heads_and_other_methods_leave_the_connection_usable(server):
     known = server.ask("/v1/models")[1]["data"][0]
     assert server.ask("/v1/models/policy")[1] == server.ask("/s/one/v1/models/policy")[1] == known
     assert server.ask("/v1/models/gpt-5")[1]["error"]["code"] == "model_not_found"
-    for path in ABSENT:
+    for path in ("/", "/v2/models", "/v1/models/", "/metrics/policy", "/s/one/v1/files", f"{CHAT}/x"):
         assert server.ask(path)[0] == 404, path
     for path in (f"{RESPONSES}/resp_1", "/v1/embeddings"):
         assert server.ask(path, {"input": "x"})[0] == 404, path
@@ -234,7 +209,6 @@ BODIES = [
 
 @pytest.mark.parametrize("times", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_bodies_of_every_form_that_are_spoiled_are_refused_and_never_a_fault(server, times):
-    """Some part of a good body is replaced by nonsense, often several times."""
     rng, statuses = random.Random(times), set()
     for number in range(times * len(BODIES)):
         path, body = BODIES[number % len(BODIES)]
@@ -254,33 +228,29 @@ def test_bodies_of_every_form_that_are_spoiled_are_refused_and_never_a_fault(ser
 NAMES = ["", " ", "a b", '"', "</tool_call>", "<tool_call>", "\n", "{}", "é" * 300, "Qname7Q", "a" * 10_000, "\0"]
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_tools_of_any_name_are_offered_or_refused(server, strict):
-    for name in NAMES:
+def test_tools_of_any_name_are_offered_or_refused(server):
+    for name, strict, choice in product(NAMES, (False, True), ("auto", "required")):
         tool = {"type": "function", "function": WEATHER["function"] | {"name": name, "strict": strict}}
-        for choice in ("auto", "required"):
-            body = {"messages": HI, "tools": [tool], "tool_choice": choice, "max_tokens": 2}
-            status, answer = server.ask(CHAT, body)
-            assert status in (200, 400), (name, choice, answer)
+        body = {"messages": HI, "tools": [tool], "tool_choice": choice, "max_tokens": 2}
+        assert server.ask(CHAT, body)[0] in (200, 400), (name, strict, choice)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param({"guided_regex": "((a{0,999}){0,999}){0,999}"}, marks=pytest.mark.slow),
-        {"guided_regex": "(a|aa)*" * 500},
-        {"guided_choice": [f"text {i}" for i in range(5000)]},
-        {"guided_json": deep(100, {"type": "string"})},
-        {"guided_json": {"type": "array", "maxItems": 10**9, "items": {"type": "array", "maxItems": 10**9}}},
-        {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
-        {"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}},
-        {"guided_json": {"type": "string", "minLength": 10**6}},
-    ],
-    ids=lambda form: str(form)[:30],
-)
-def test_a_form_that_is_hard_to_compile_holds_up_nobody(server, form):
+HARD = [
+    {"guided_regex": "(a|aa)*" * 500},
+    {"guided_choice": [f"text {i}" for i in range(5000)]},
+    {"guided_json": deep(100, {"type": "string"})},
+    {"guided_json": {"type": "array", "maxItems": 10**9, "items": {"type": "array", "maxItems": 10**9}}},
+    {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+    {"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}},
+    {"guided_json": {"type": "string", "minLength": 10**6}},
+]
+SLOW = pytest.param([{"guided_regex": "((a{0,999}){0,999}){0,999}"}], marks=pytest.mark.slow, id="slow")
+
+
+@pytest.mark.parametrize("forms", [pytest.param(HARD, id="fast"), SLOW])
+def test_a_form_that_is_hard_to_compile_holds_up_nobody(server, forms):
     pytest.importorskip("llguidance", reason="llguidance (the extra `serve`) is not installed")
-    begun = time.perf_counter()
-    status, answer = server.ask(CHAT, {"messages": HI, "max_tokens": 3, **form})
-    assert status in (200, 400), answer
-    assert time.perf_counter() - begun < 10
+    for form in forms:
+        begun = time.perf_counter()
+        status, answer = server.ask(CHAT, {"messages": HI, "max_tokens": 3, **form})
+        assert status in (200, 400) and time.perf_counter() - begun < 10, answer

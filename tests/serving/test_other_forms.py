@@ -1,5 +1,4 @@
-"""`/v1/responses` and `/v1/messages` are chat completions in other words: the same tokens, the same dialogue store, one
-conversation for the join, whatever a client sends back of it. Their own clients read the answers where installed."""
+"""`/v1/responses` and `/v1/messages` are chat completions in other words: the same tokens, dialogue store and rows."""
 
 import json
 import re
@@ -7,11 +6,10 @@ from itertools import groupby
 
 import pytest
 
-from grpo_roc_jax.engine.config import SamplingConfig
+import grpo_roc_jax as g
 from grpo_roc_jax.serving.dialogues import HELD_BACK, WHERE
 from grpo_roc_jax.serving.recorded_calls import conversations_of, trajectory_of
 from grpo_roc_jax.serving.responses import LOGPROBS, messages_of
-from grpo_roc_jax.text.config import TextConfig
 from tests.helpers.serving import WEATHER, scripted
 from tests.helpers.serving import server as server  # a fixture
 
@@ -23,14 +21,17 @@ ASK = "What is the weather in Rome?"
 ASKED = [{"role": "user", "content": ASK}]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_the_same_tokens_as_a_chat_completion(server, path):
     messages = [{"role": "user", "content": "2+3?"}]
     fields = {"temperature": 1.0, "seed": 5, "return_token_ids": True}
     chat = server.chat([{"role": "system", "content": "Be brief."}, *messages], **fields)
     body = {
-        "/v1/responses": {"instructions": "Be brief.", "input": "2+3?", "max_output_tokens": 24},
-        "/v1/messages": {"system": "Be brief.", "messages": messages, "max_tokens": 24},
+        RESPONSES: {"instructions": "Be brief.", "input": "2+3?", "max_output_tokens": 24},
+        MESSAGES: {"system": "Be brief.", "messages": messages, "max_tokens": 24},
     }[path] | {"model": "policy", **fields}
     status, answer = server.ask(path, body)
     assert status == 200 and answer["token_ids"] == chat["choices"][0]["token_ids"], answer
@@ -39,7 +40,7 @@ def test_the_same_tokens_as_a_chat_completion(server, path):
     assert (prompt_tokens, usage["output_tokens"]) == (tokens["prompt_tokens"], tokens["completion_tokens"])
     streamed = server.events(path, body)
     kinds = [event["type"] for event in streamed]
-    if path == "/v1/responses":
+    if path == RESPONSES:
         assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
         assert [event["sequence_number"] for event in streamed] == list(range(len(streamed)))
         items, last = answer["output"], streamed[-1]["response"]["output"]
@@ -55,37 +56,29 @@ def test_the_same_tokens_as_a_chat_completion(server, path):
 
 
 CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-BODIES = {
-    "/v1/chat/completions": {"messages": ASKED},
-    "/v1/completions": {"prompt": "2+3?"},
-    "/v1/responses": {"input": "2+3?"},
-    "/v1/messages": {"messages": ASKED, "max_tokens": 4},
-}
+BODIES = {CHAT: {"messages": ASKED}, "/v1/completions": {"prompt": "2+3?"}, RESPONSES: {"input": "2+3?"}}
+BODIES |= {MESSAGES: {"messages": ASKED, "max_tokens": 4}}
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "named"),
-    [
-        ("/v1/messages", {"output_config": {"effort": "low"}, "tool_choice": {"type": "auto"}}, "output_config.effort"),
-        ("/v1/responses", {"text": {"verbosity": "low", "format": {"type": "text"}}}, "text.verbosity"),
-        (
-            "/v1/responses",
-            {"include": [LOGPROBS, "reasoning.encrypted_content"]},
-            "include.reasoning.encrypted_content",
-        ),
-        ("/v1/responses", {"background": False, "stream_options": {"include_obfuscation": False}}, ""),
-        ("/v1/responses", {"reasoning": {"effort": None, "summary": None}}, ""),
-        ("/v1/chat/completions", CONTINUOUS, "stream_options.continuous_usage_stats"),
-        ("/v1/completions", CONTINUOUS, "stream_options.continuous_usage_stats"),
-        ("/v1/chat/completions", {"function_call": "none", "stream_options": {"continuous_usage_stats": False}}, ""),
-    ],
-)
-def test_fields_within_fields_that_change_nothing_are_named(server, path, more, named):
-    reply = server.endpoint.form(path, BODIES[path] | more | {"model": "policy"}, "")
-    assert ", ".join(reply.not_applied) == named
+NAMED = [
+    (MESSAGES, {"output_config": {"effort": "low"}, "tool_choice": {"type": "auto"}}, "output_config.effort"),
+    (RESPONSES, {"text": {"verbosity": "low", "format": {"type": "text"}}}, "text.verbosity"),
+    (RESPONSES, {"include": [LOGPROBS, "reasoning.encrypted_content"]}, "include.reasoning.encrypted_content"),
+    (RESPONSES, {"background": False, "stream_options": {"include_obfuscation": False}}, ""),
+    (RESPONSES, {"reasoning": {"effort": None, "summary": None}}, ""),
+    (CHAT, CONTINUOUS, "stream_options.continuous_usage_stats"),
+    ("/v1/completions", CONTINUOUS, "stream_options.continuous_usage_stats"),
+    (CHAT, {"function_call": "none", "stream_options": {"continuous_usage_stats": False}}, ""),
+]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_fields_within_fields_that_change_nothing_are_named(server):
+    for path, more, named in NAMED:
+        reply = server.endpoint.form(path, BODIES[path] | more | {"model": "policy"}, "")
+        assert ", ".join(reply.not_applied) == named
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_stream_that_ends_before_its_first_token_has_its_opening(server, path):
     reply = server.endpoint.form(path, BODIES[path] | {"model": "policy", "stream": True}, "")
     reply.begin()
@@ -96,6 +89,7 @@ def test_a_stream_that_ends_before_its_first_token_has_its_opening(server, path)
     assert "choices" not in first or first["choices"][0]["delta"]["role"] == "assistant"
 
 
+TOOLS = {CHAT: WEATHER, RESPONSES: FLAT, MESSAGES: OWN}
 SAID = "It rains in all of these towns. " * 9 + "Yes."
 
 
@@ -107,11 +101,10 @@ def test_a_stream_has_the_parts_of_the_whole_answer_in_their_order(thought, call
         return ["".join(text for _, text in run) for _, run in runs]
 
     assert len(SAID) > 6 * HELD_BACK
-    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+    bodies = {path: BODIES[path] | {"tools": [tool]} for path, tool in TOOLS.items()}
     with scripted(*[f"{thought}</reason>{SAID}{call}"] * 6) as server:
-        bodies = [BODIES[path] | {"tools": [tool]} for path, tool in zip(paths, (WEATHER, FLAT, OWN), strict=True)]
-        chat, responses, messages = (server.ask(path, body)[1] for path, body in zip(paths, bodies, strict=True))
-        pieces, events, blocks = (server.events(path, body) for path, body in zip(paths, bodies, strict=True))
+        chat, responses, messages = (server.ask(path, body)[1] for path, body in bodies.items())
+        pieces, events, blocks = (server.events(path, body) for path, body in bodies.items())
     message = chat["choices"][0]["message"]
     items = [item["content"][0]["text"] for item in responses["output"] if "content" in item]
     parts = [block.get("thinking") or block["text"] for block in messages["content"] if block["type"] != "tool_use"]
@@ -150,7 +143,7 @@ def blocks_of(streamed):
 
 def test_a_stream_of_responses_has_the_log_probability_of_each_token(server):
     """Text is held back as long as it may become a mark; the log-probabilities of its tokens come with it."""
-    body = {"input": "2+3?", "max_output_tokens": 40, "seed": 5, "include": ["message.output_text.logprobs"]}
+    body = {"input": "2+3?", "max_output_tokens": 40, "seed": 5, "include": [LOGPROBS]}
 
     def scores(entries):
         return [(entry["token"], round(entry["logprob"], 4)) for entry in entries]
@@ -159,81 +152,79 @@ def test_a_stream_of_responses_has_the_log_probability_of_each_token(server):
         (message,) = (item for item in response["output"] if item["type"] == "message")
         return scores(message["content"][0]["logprobs"])
 
-    wanted = of_message(server.ask("/v1/responses", body)[1])
-    streamed = server.events("/v1/responses", body)
+    wanted = of_message(server.ask(RESPONSES, body)[1])
+    streamed = server.events(RESPONSES, body)
     deltas = [event["logprobs"] for event in streamed if event["type"] == "response.output_text.delta"]
     (done,) = (event["logprobs"] for event in streamed if event["type"] == "response.output_text.done")
     assert len(wanted) == 40 and of_message(streamed[-1]["response"]) == scores(done) == wanted
     assert scores(entry for entries in deltas for entry in entries) == wanted
 
 
+def as_sampled(session, count):
+    """Its calls are one row, in which each sampled token is once."""
+    (row,) = conversations_of(session.calls)
+    assert len(session.calls) == count and sum(row.mask) == sum(len(entry.ids) for entry in session.calls)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_conversation_of_responses_is_one_row(streams):
-    """A thought and a call, its output, an answer, a further question by the id of the last answer."""
-
-    def ask(body):
-        body |= {"model": "policy", "tools": [FLAT]}
+    def ask(items, before=None):
+        body = {"model": "policy", "tools": [FLAT], "input": items, "previous_response_id": before}
         if not streams:
             return server.ask("/s/one/v1/responses", body)[1]
         return server.events("/s/one/v1/responses", body)[-1]["response"]
 
     with scripted(PLAN, "Rain.</reason>It rains.", "Yes.", "Rome.", "Yes.") as server:
         session = server.session()
-        first = ask({"input": ASK})
+        first = ask(ASK)
         assert [item["type"] for item in first["output"]] == ["reasoning", "function_call"]
         thought, call = first["output"]
         assert thought["content"][0]["text"] == "I look." and json.loads(call["arguments"]) == {"city": "Rome"}
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
-        second = ask({"input": [*ASKED, *first["output"], result]})
+        second = ask([*ASKED, *first["output"], result])
         assert second["output"][-1]["content"][0]["text"] == "It rains." and second["status"] == "completed"
-        third = ask({"input": "Sure?", "previous_response_id": second["id"]})
+        third = ask("Sure?", second["id"])
         assert third["output"][-1]["content"][0]["text"] == "Yes."
         begun = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In "}]
-        fourth = ask({"input": begun, "previous_response_id": third["id"]})
-        ask({"input": "Sure?", "previous_response_id": fourth["id"]})
-        (row,) = conversations_of(session.calls)
-        assert len(session.calls) == 5 and sum(row.mask) == sum(len(entry.ids) for entry in session.calls)
+        ask("Sure?", ask(begun, third["id"])["id"])
+        as_sampled(session, 5)
 
 
-def spoken(text, role="assistant"):
-    return {"type": "message", "role": role, "content": text}
-
-
-def considered(text):
-    return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
-
-
-def called(own_id):
-    return {"type": "function_call", "call_id": own_id, "name": "weather", "arguments": "{}"}
+def item(kind, text):
+    """An item of `/v1/responses`."""
+    return {
+        "thought": {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]},
+        "call": {"type": "function_call", "call_id": text, "name": "weather", "arguments": "{}"},
+    }.get(kind) or {"type": "message", "role": kind, "content": text}
 
 
 def turn(content, *ids, thought=""):
     calls = [{"id": own_id, "type": "function", "function": {"name": "weather", "arguments": "{}"}} for own_id in ids]
-    message = {"role": "assistant", "content": content} | ({"reasoning_content": thought} if thought else {})
-    return message | ({"tool_calls": calls} if calls else {})
+    fields = {"content": content, "reasoning_content": thought, "tool_calls": calls}
+    return {"role": "assistant"} | {name: value for name, value in fields.items() if value or name == "content"}
 
 
-@pytest.mark.parametrize(
-    ("items", "turns"),
-    [
-        ([considered("a"), considered("b"), spoken("x")], [turn("x", thought="a\nb")]),
-        ([considered("a"), called("1"), considered("b"), called("2")], [turn("", "1", "2", thought="a\nb")]),
-        ([considered("a"), spoken("x"), considered("b"), called("1")], [turn("x", "1", thought="a\nb")]),
-        ([called("1"), spoken("x")], [turn("x", "1")]),
-        ([spoken("x"), considered("b"), spoken("y")], [turn("x"), turn("y", thought="b")]),
-        ([considered("a"), spoken("y", "user")], [turn("", thought="a"), {"role": "user", "content": "y"}]),
-    ],
-)
-def test_the_items_of_a_turn_are_one_message(items, turns):
-    messages = messages_of(items)
-    assert [{name: value for name, value in message.items() if name != WHERE} for message in messages] == turns
+TURNS = {
+    "thought:a thought:b assistant:x": [turn("x", thought="a\nb")],
+    "thought:a call:1 thought:b call:2": [turn("", "1", "2", thought="a\nb")],
+    "thought:a assistant:x thought:b call:1": [turn("x", "1", thought="a\nb")],
+    "call:1 assistant:x": [turn("x", "1")],
+    "assistant:x thought:b assistant:y": [turn("x"), turn("y", thought="b")],
+    "thought:a user:y": [turn("", thought="a"), {"role": "user", "content": "y"}],
+}
+
+
+@pytest.mark.parametrize("items", TURNS)
+def test_the_items_of_a_turn_are_one_message(items):
+    messages = messages_of([item(*word.split(":")) for word in items.split()])
+    assert [{name: value for name, value in message.items() if name != WHERE} for message in messages] == TURNS[items]
 
 
 def test_a_response_names_the_sampling_that_it_was_drawn_with():
     with scripted(*["Yes."] * 3) as server:
-        server.endpoint.loop.engine.programs.settings.sampling = SamplingConfig(temperature=0.6, top_p=0.9)
+        server.endpoint.loop.engine.programs.settings.sampling = g.SamplingConfig(temperature=0.6, top_p=0.9)
         body, own = {"input": "2+3?"}, {"temperature": 0, "top_p": 0.5}
-        answers = [server.ask("/v1/responses", body | fields)[1] for fields in ({}, own)]
+        answers = [server.ask(RESPONSES, body | fields)[1] for fields in ({}, own)]
         server.session()
         answers.append(server.ask("/s/one/v1/responses", body | own)[1])
     assert [(answer["temperature"], answer["top_p"]) for answer in answers] == [(0.6, 0.9), (0, 0.5), (0.6, 0.9)]
@@ -251,46 +242,41 @@ def test_a_conversation_of_messages_is_one_row(streams):
 
     with scripted(PLAN, "Rain.</reason>It rains.", "Yes.") as server:
         session = server.session()
-        messages = ASKED
-        content, reason = ask(messages)
+        content, reason = ask(ASKED)
         assert [block["type"] for block in content] == ["thinking", "tool_use"] and reason == "tool_use"
         assert content[0]["thinking"] == "I look." and content[1]["input"] == {"city": "Rome"}
         result = {"type": "tool_result", "tool_use_id": content[1]["id"], "content": [{"type": "text", "text": "rain"}]}
-        messages = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        messages = [*ASKED, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
         content, reason = ask(messages)
         assert content[-1]["text"] == "It rains." and reason == "end_turn"
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Sure?"}]
         assert ask(messages)[0][-1]["text"] == "Yes."
-        (row,) = conversations_of(session.calls)
-        assert len(session.calls) == 3 and sum(row.mask) == sum(len(entry.ids) for entry in session.calls)
+        as_sampled(session, 3)
 
 
 @pytest.mark.parametrize(
     ("path", "choice"),
     [
-        ("/v1/chat/completions", {"type": "function", "function": {"name": "weather"}}),
-        ("/v1/chat/completions", "required"),
-        ("/v1/responses", {"type": "function", "name": "weather"}),
-        ("/v1/messages", {"type": "tool", "name": "weather"}),
-        ("/v1/messages", {"type": "any"}),
+        (CHAT, {"type": "function", "function": {"name": "weather"}}),
+        (CHAT, "required"),
+        (RESPONSES, {"type": "function", "name": "weather"}),
+        (MESSAGES, {"type": "tool", "name": "weather"}),
+        (MESSAGES, {"type": "any"}),
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_forced_call_is_begun_for_the_policy(path, choice, streams):
     """The opening of the call is context, which is not trained; the call counts as one, and the dialogue goes on."""
-    rest = '"city": "Rome"}}\n</tool_call>'
-    with scripted(rest, "Rain.</reason>It rains.") as server:
+    with scripted('"city": "Rome"}}\n</tool_call>', "Rain.</reason>It rains.") as server:
         session = server.session()
-        tools = {"/v1/responses": FLAT, "/v1/messages": OWN}.get(path, WEATHER)
-        body = {"tools": [tools], "tool_choice": choice, "max_tokens": 99, "stream": streams}
-        body |= {"input": ASK} if path == "/v1/responses" else {"messages": ASKED}
+        body = {"tools": [TOOLS[path]], "tool_choice": choice, "max_tokens": 99, "stream": streams}
+        body |= {"input": ASK} if path == RESPONSES else {"messages": ASKED}
         assert '"weather"' in str(server.ask(f"/s/one{path}", body)[1]).replace("'", '"').replace('\\"', '"')
         (call,) = session.calls
         prompt = server.endpoint.chat.tokenizer.decode(call.prompt.tolist())
         assert prompt.endswith('</reason>\n<tool_call>\n{"name": "weather", "arguments": {')
-        trajectory, _ = trajectory_of(
-            conversations_of(session.calls), server.endpoint.chat, session.request, "eos", 4096
-        )
+        rows = conversations_of(session.calls)
+        trajectory, _ = trajectory_of(rows, server.endpoint.chat, session.request, "eos", 4096)
         (turn,) = trajectory.turns
         assert [(item.name, item.arguments, item.fault) for item in turn.calls] == [("weather", {"city": "Rome"}, None)]
         assert trajectory.policy_mask.sum() == len(call.ids)
@@ -298,42 +284,7 @@ def test_a_forced_call_is_begun_for_the_policy(path, choice, streams):
         messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [given]}]
         messages.append({"role": "tool", "tool_call_id": "c", "content": "rain"})
         server.ask("/s/one/v1/chat/completions", {"messages": messages, "tools": [WEATHER]})
-        (row,) = conversations_of(session.calls)
-        assert sum(row.mask) == sum(len(item.ids) for item in session.calls)
-
-
-def test_the_openai_client_reads_responses():
-    openai = pytest.importorskip("openai", reason="needs the openai client: pip install openai")
-    with scripted(PLAN, "Rain.</reason>It rains.") as server:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
-        first = client.responses.create(model="policy", input=ASK, tools=[FLAT])
-        (call,) = [item for item in first.output if item.type == "function_call"]
-        given = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
-        with client.responses.stream(
-            model="policy", input=given, tools=[FLAT], previous_response_id=first.id
-        ) as stream:
-            kinds = [event.type for event in stream]
-            last = stream.get_final_response()
-        assert last.output_text == "It rains." and "response.output_text.delta" in kinds
-        assert last.usage.output_tokens > 0 and last.previous_response_id == first.id
-
-
-def test_the_anthropic_client_reads_messages():
-    anthropic = pytest.importorskip("anthropic", reason="needs the anthropic client: pip install anthropic")
-    with scripted(PLAN, PLAN, "Rain.</reason>It rains.") as server:
-        client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
-        fields = {"model": "policy", "max_tokens": 99, "tools": [OWN]}
-        message = client.messages.create(messages=ASKED, **fields)
-        with client.messages.stream(messages=ASKED, **fields) as stream:
-            streamed = stream.get_final_message()
-        assert [block.type for block in message.content] == [block.type for block in streamed.content]
-        call = streamed.content[-1]
-        assert streamed.stop_reason == "tool_use" and call.input == {"city": "Rome"}
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
-        messages = [*ASKED, {"role": "assistant", "content": streamed.content}, {"role": "user", "content": [result]}]
-        last = client.messages.create(messages=messages, **fields)
-        assert last.content[-1].text == "It rains." and last.usage.output_tokens > 0
-        assert client.messages.count_tokens(model="policy", messages=ASKED).input_tokens > 0
+        as_sampled(session, 2)
 
 
 MANY = "".join(CALL.replace("Rome", str(number)) for number in range(12))
@@ -342,13 +293,9 @@ MANY = "".join(CALL.replace("Rome", str(number)) for number in range(12))
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_calls_have_ids_that_sort_as_they_stand(stream):
     """A client may send them back sorted by id. Of a stream, some clients read only the first call of a piece."""
-    asks = {
-        "/v1/chat/completions": {"messages": ASKED, "tools": [WEATHER]},
-        "/v1/responses": {"input": ASK, "tools": [FLAT]},
-        "/v1/messages": {"messages": ASKED, "tools": [OWN]},
-    }
-    with scripted(*[MANY] * 3, config=TextConfig(max_calls_per_turn=20)) as server:
-        for path, body in asks.items():
+    with scripted(*[MANY] * 3, config=g.TextConfig(max_calls_per_turn=20)) as server:
+        for path, tool in TOOLS.items():
+            body = BODIES[path] | {"tools": [tool]}
             answer = server.events(path, body) if stream else server.ask(path, body)[1]
             ids = list(dict.fromkeys(re.findall(r"(?:call|toolu)_[0-9a-f]{24}", json.dumps(answer))))
             assert len(ids) == 12 and ids == sorted(ids), path

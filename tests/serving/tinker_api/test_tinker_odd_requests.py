@@ -1,5 +1,6 @@
 """The Tinker API as scripts get it wrong: each request is refused with what to change, and the server goes on."""
 
+import json
 import random
 import socket
 import time
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.serving import spoiled
-from tests.helpers.tinker_server import ROW, batch, classes, encoded, tokens_of
+from tests.helpers.tinker_server import ROW, batch, classes, encoded
 from tests.helpers.tinker_server import client as client  # a fixture
 
 HUGE = 10**400
@@ -24,33 +25,27 @@ def sparse(shape, crow):
 @pytest.fixture(scope="module")
 def trained(client):
     """(model, sampling session) of a client."""
-    name = client.model(client.session())
+    name = client.new()
     return name, client.sampler(name, 1)
 
 
 ODD = [
     ("create_model", {"session_id": "none"}, "no session"),
-    ("create_model", {"model_seq_id": HUGE}, "model_seq_id"),
     ("create_model", {"model_seq_id": -1}, "model_seq_id"),
     ("create_model", {"lora_config": [4]}, "lora_config is list"),
     ("create_model", {"lora_config": {"rank": 0}}, "must be 1 to"),
-    ("create_model", {"lora_config": {"rank": 10**9}}, "must be 1 to"),
     ("create_model", {"base_model": "other"}, "served here: small"),
     ("create_model", {"optimizer_config": {"type": "dimuon"}}, "must be adamw"),
     ("create_model", {"lora_config": {"train_attn": False, "train_mlp": False}}, "trains nothing"),
     ("optim_step", {"model_id": "none", "seq_id": 1}, "no model"),
     ("optim_step", {"seq_id": 0}, "seq_id"),
     ("optim_step", {"seq_id": "2"}, "seq_id is str"),
-    ("optim_step", {"seq_id": 2, "adam_params": {"learning_rate": "fast"}}, "learning_rate is str"),
     ("optim_step", {"seq_id": 3, "adam_params": {"learning_rate": float("nan")}}, "learning_rate = nan"),
     ("optim_step", {"seq_id": 4, "adam_params": {"beta1": 1}}, "betas below 1"),
-    ("optim_step", {"seq_id": 5, "adam_params": {"learning_rate": HUGE}}, "learning_rate"),
     ("save_weights", {"seq_id": 6, "path": "a/../../b"}, "must be letters"),
     ("save_weights", {"seq_id": 7, "path": "x" * 500}, "at most 200"),
     ("save_weights", {"seq_id": 8, "path": "x", "ttl_seconds": 1e300}, "ttl_seconds"),
-    ("save_weights", {"seq_id": 9, "path": "x", "ttl_seconds": HUGE}, "ttl_seconds"),
     ("save_weights", {"seq_id": 10, "path": "x", "ttl_seconds": -1}, "ttl_seconds"),
-    ("load_weights", {"seq_id": 11, "path": ["x"]}, "path is list"),
     ("load_weights", {"seq_id": 12, "path": "tinker://none/weights/none"}, "no checkpoint"),
     ("load_weights", {"seq_id": 14, "path": "tinker://../weights/x"}, "must be letters"),
     ("load_weights", {"model_id": None, "model_seq_id": 8, "path": "nothing"}, "must be tinker://"),
@@ -60,13 +55,9 @@ ODD = [
     ("create_sampling_session", {"sampling_session_seq_id": 9, "model_path": "tinker://a/weights/x"}, "no checkpoint"),
     ("asample", {"sampling_session_id": "none", "prompt": encoded(1)}, "no sampling session"),
     ("asample", {"prompt": {"chunks": [{"tokens": "abc"}]}}, "tokens is str"),
-    ("asample", {"prompt": {"chunks": 5}}, "chunks is int"),
     ("asample", {"prompt": encoded(-1)}, "vocabulary"),
     ("asample", {"prompt": encoded(*[1] * 100_000)}, "leaves no room"),
     ("asample", {"prompt": encoded(1), "num_samples": 0}, "num_samples"),
-    ("asample", {"prompt": encoded(1), "num_samples": 10**9}, "num_samples"),
-    ("asample", {"prompt": encoded(1), "seq_id": HUGE}, "seq_id"),
-    ("asample", {"prompt": encoded(1), "sampling_params": {"temperature": HUGE}}, "temperature"),
     ("asample", {"prompt": encoded(1), "sampling_params": {"temperature": float("inf")}}, "temperature"),
     ("asample", {"prompt": encoded(1), "sampling_params": {"top_p": HUGE}}, "top_p"),
     ("asample", {"prompt": encoded(1), "sampling_params": {"stop": ["x"] * 1000}}, "stop has"),
@@ -78,13 +69,10 @@ ODD = [
     ("asample", {"prompt": encoded(1, 2), "target_prompt_logprobs": sparse([1, MANY], [0, MANY])}, "at a position"),
     ("asample", {"prompt": encoded(1, 2), "target_prompt_logprobs": sparse([1, 10**30], [0, 1])}, "target"),
     ("get_info", {"model_id": "../.."}, "no model"),
-    ("get_info", {"model_id": 5}, "model_id is int"),
     ("weights_info", {"tinker_path": "tinker://a/journal/1"}, "must be tinker://"),
     ("retrieve_future", {"request_id": "x@../.."}, "no request"),
-    ("retrieve_future", {"request_id": [1]}, "request_id is list"),
     ("session_heartbeat", {"session_id": "none"}, "no such session"),
     ("copy_weights", {}, "is not served"),
-    ("nothing", {}, "is not served"),
 ]
 
 
@@ -100,49 +88,35 @@ def test_an_odd_request_is_refused_at_once(client, trained, path, body, remedy):
     assert time.perf_counter() - begun < 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "crow", "col"),
-    [
-        ([10**6, 10**6], [0, 1], [0]),
-        ([1, 10**12], [0, 1], [0]),
-        ([-1, 4], [0, 1], [0]),
-        ([1, 4], [0, 10**15], [0]),
-        ([2, 4], [0, 2, 1], [0]),
-        ([1, 4], [0, 1], [4]),
-        ([1, 4], [0, 1], [-1]),
-        ([1], [0, 1], [0]),
-        ([], [0], [0]),
-        ([1, 4], [], []),
-    ],
-)
-def test_a_sparse_array_that_does_not_fit_itself_is_refused(client, shape, crow, col):
-    request = classes()["Request"](model_id="none", seq_id=1, loss_fn="cross_entropy")
-    datum = request.data.add()
-    datum.model_input.add().text.tokens = np.array([3, 1], "<i4").tobytes()
-    tensor = datum.loss_fn_inputs["weights"]
-    tensor.dtype = 1
-    tensor.shape.extend(shape)
-    tensor.sparse.values = np.array([1.0], "<f4").tobytes()
-    tensor.sparse.crow, tensor.sparse.col = (np.array(part, "<i8").tobytes() for part in (crow, col))
-    assert "weights" in client.refused(400, "forward_backward", request.SerializeToString())
+SPARSE = [
+    ([10**6, 10**6], [0, 1], [0], 1, "weights"),
+    ([1, 10**12], [0, 1], [0], 1, "weights"),
+    ([-1, 4], [0, 1], [0], 1, "weights"),
+    ([1, 4], [0, 10**15], [0], 1, "weights"),
+    ([2, 4], [0, 2, 1], [0], 1, "weights"),
+    ([1, 4], [0, 1], [4], 1, "weights"),
+    ([1, 4], [0, 1], [-1], 1, "weights"),
+    ([1], [0, 1], [0], 1, "weights"),
+    ([], [0], [0], 1, "weights"),
+    ([1, 4], [], [], 1, "weights"),
+    ([1, 1 << 24], [0, 1], [0], 3, "datum 2, weights: the sparse arrays"),  # that are bounded together
+]
 
 
-def test_sparse_arrays_are_bounded_together(client):
+@pytest.mark.parametrize(("shape", "crow", "col", "count", "message"), SPARSE)
+def test_a_sparse_array_that_does_not_fit_itself_is_refused(client, shape, crow, col, count, message):
     request = classes()["Request"](model_id="none", seq_id=1, loss_fn="cross_entropy")
-    for _ in range(3):
+    for _ in range(count):
         datum = request.data.add()
-        datum.model_input.add().text.tokens = np.array([3], "<i4").tobytes()
+        datum.model_input.add().text.tokens = np.array([3, 1], "<i4").tobytes()
         tensor = datum.loss_fn_inputs["weights"]
         tensor.dtype = 1
-        tensor.shape.extend([1, 1 << 24])
+        tensor.shape.extend(shape)
         tensor.sparse.values = np.array([1.0], "<f4").tobytes()
-        tensor.sparse.crow, tensor.sparse.col = (np.array(part, "<i8").tobytes() for part in ([0, 1], [0]))
-    assert "datum 2, weights: the sparse arrays" in client.refused(400, "forward_backward", request.SerializeToString())
-
-
-def test_ids_of_half_a_number_are_refused(client):
-    request = classes()["Request"](model_id="none", seq_id=1, loss_fn="cross_entropy")
-    request.data.add().model_input.add().text.tokens = b"123"
+        tensor.sparse.crow, tensor.sparse.col = (np.array(part, "<i8").tobytes() for part in (crow, col))
+    assert message in client.refused(400, "forward_backward", request.SerializeToString())
+    request.data[0].ClearField("loss_fn_inputs")
+    request.data[0].model_input[0].text.tokens = b"123"
     assert "int32" in client.refused(400, "forward_backward", request.SerializeToString())
 
 
@@ -169,7 +143,7 @@ JSON_BODIES = [
 def test_spoiled_bodies_are_never_a_fault_of_the_server(client, times):
     """What cannot be known at once is a failed future of category `user`."""
     rng, statuses = random.Random(times), set()
-    name = client.model(client.session())
+    name = client.new()
     sampler, results = client.sampler(name, 1), []
     for number in range(times * len(JSON_BODIES)):
         path, body = JSON_BODIES[number % len(JSON_BODIES)]
@@ -194,8 +168,7 @@ def test_spoiled_bodies_are_never_a_fault_of_the_server(client, times):
         status, answer = client.ask("forward_backward", bytes(broken[: rng.randrange(1, len(broken) + 1)]))
         assert status in (200, 400, 404), answer
     assert client.get("healthz")[0] == 200
-    fresh = client.model(client.session())
-    assert client.train(fresh, 1, ROW)["update_skipped:sum"] == 0, "others train on"
+    assert client.train(client.new(), 1, ROW)["update_skipped:sum"] == 0, "others train on"
 
 
 def test_lists_are_paged_by_numbers_only(client):
@@ -207,47 +180,22 @@ def test_lists_are_paged_by_numbers_only(client):
     assert client.ask("healthz", method="HEAD")[0] == 200
 
 
-@pytest.mark.slow
-def test_a_future_is_there_for_all_who_ask_however_often(client, trained):
-    """Twice in a row, by two at a time, and after one that asked went away."""
-    body = {"sampling_session_id": trained[1], "num_samples": 2, "seq_id": 900, "prompt": encoded(3, 1)}
-    body["sampling_params"] = {"max_tokens": 40, "seed": 3, "temperature": 1.0, "stop": []}
-    request = client.post("asample", **body)["request_id"]
-    text = b'{"request_id": "%b"}' % request.encode()
-    head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(text)
-    for _ in range(3):
-        with socket.create_connection(("127.0.0.1", client.port)) as link:
-            link.sendall(head + text)
-    results = [client.result(request) for _ in range(3)]
-    assert isinstance(results[0], bytes) and results[0] == results[1] == results[2]
-
-
 def test_a_model_that_ends_while_it_is_sampled_from_answers_or_says_so(client):
     """Its session is finished between a request and its result: what was accepted comes, what is new is refused."""
     session = client.session()
     name = client.model(session)
-    sampler = client.sampler(name, 1)
-    body = {"sampling_session_id": sampler, "num_samples": 2, "prompt": encoded(3, 1)}
+    body = {"sampling_session_id": client.sampler(name, 1), "num_samples": 2, "prompt": encoded(3, 1)}
     body["sampling_params"] = {"max_tokens": 50, "seed": 3, "temperature": 1.0, "stop": []}
     answers = [client.post("asample", seq_id=seq, **body) for seq in range(3)]
+    text = json.dumps({"request_id": answers[0]["request_id"]}).encode()
+    head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(text)
+    with socket.create_connection(("127.0.0.1", client.port)) as link:  # one that asks goes away
+        link.sendall(head + text)
     step = client.send(batch(name, 2, [ROW]))
     client.finish(session)
     assert all(isinstance(client.result(answer), bytes) for answer in answers)
+    assert client.result(answers[0]) == client.result(answers[0]), "a future is there for all who ask, however often"
     assert isinstance(client.result(step), bytes)
     assert "no sampling session" in client.refused(404, "asample", body | {"seq_id": 9})
     assert client.ask("optim_step", {"model_id": name, "seq_id": 3})[0] == 404
     assert client.ask("session_heartbeat", {"session_id": session})[0] == 410
-
-
-def test_a_checkpoint_that_is_deleted_while_samplers_use_it_is_missed_by_new_ones_only(client):
-    session = client.session()
-    name = client.model(session)
-    saved = client.save(name, 1, "gone", "save_weights_for_sampler")
-    body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved}
-    sampler = client.post("create_sampling_session", **body)["sampling_session_id"]
-    before = tokens_of(client.sample(sampler, 0, [3, 1]))
-    route = f"training_runs/{name}/checkpoints/sampler_weights/gone"
-    assert client.get(route, "DELETE")[0] == 200
-    assert client.get(route, "DELETE")[0] == 404
-    assert tokens_of(client.sample(sampler, 1, [3, 1])) == before
-    assert "no checkpoint" in client.refused(404, "create_sampling_session", body | {"sampling_session_seq_id": 1})
