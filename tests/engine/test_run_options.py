@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,26 +18,13 @@ from grpo_roc_jax.engine.table import awaits_observation
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from tests.helpers.engine_checks import assert_same
-from tests.helpers.rollout_fakes import (
-    EOS,
-    MODEL,
-    ROLLOUT,
-    STOPS,
-    FakeTools,
-    StopPairs,
-    changed,
-    engine_for,
-    make_requests,
-    one_rollout,
-    run,
-)
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, StopPairs, make_requests, one_rollout, variant
 
 
 def configured(params, requests, environment, **changes):
     """A run on the programs of ROLLOUT with other options, so that nothing is compiled for them."""
-    shared = engine_for(ROLLOUT, SamplingConfig(), None)
-    engine = changed(shared, **changes)
-    return lambda **options: engine.run(shared.publish(params, 5), requests, environment, RunOptions(**options))
+    engine = variant(**changes)
+    return lambda **options: engine.run(engine.publish(params, 5), requests, environment, RunOptions(**options))
 
 
 class HangingTools(FakeTools):
@@ -91,7 +79,7 @@ def test_a_fault_in_one_row_costs_that_row(params, twelve, caplog):
 @pytest.mark.parametrize("how", ["a batch", "a batch beside others", "the pool"])
 def test_rows_that_are_given_up_are_cancelled_and_the_others_go_on(params, twelve, how):
     requests, expected = twelve
-    engine = changed(engine_for(ROLLOUT, SamplingConfig(), None))
+    engine = variant()
     sampler, rows, ended = engine.publish(params, 5), {}, {}
 
     class Noting(FakeTools):
@@ -126,8 +114,7 @@ def test_trajectory_and_step_deadlines(params):
     requests = make_requests(2, 4)
     tools = HangingTools(requests, range(8))
     _, stats = configured(params, requests, tools, clock=tools.clock, trajectory_timeout_s=0.1)()
-    assert stats.stops["deadline"] + stats.stops["eos"] + stats.stops["length"] == 8
-    assert stats.stops["deadline"] > 0
+    assert stats.stops["deadline"] + stats.stops["eos"] + stats.stops["length"] == 8 and stats.stops["deadline"] > 0
     tools = HangingTools(requests, range(8))
     rollouts, stats = configured(params, requests, tools, clock=tools.clock, step_limit=DroppedRows(0.3))()
     assert tools.seconds <= 0.31
@@ -137,7 +124,7 @@ def test_trajectory_and_step_deadlines(params):
 
 def test_early_exit_cancels_what_a_decided_group_no_longer_needs(params):
     requests = make_requests(3, 6)
-    expected, _, _ = run(params, requests)
+    expected, _ = configured(params, requests, FakeTools(requests))()
     ended = Counter()
 
     def cancel_policy(index, rollout):
@@ -150,8 +137,12 @@ def test_early_exit_cancels_what_a_decided_group_no_longer_needs(params):
     assert finished == [0, 0, 1, 1, 2, 2] and stats.stops["cancelled"] == 12
     for a, b in zip(rollouts, expected, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens[: len(a.tokens)])
-    _, stats = configured(params, requests, FakeTools(requests))(cancel_policy=cancel_policy)
+    seen, note = [], SimpleNamespace(update=lambda **figures: seen.append(figures))
+    _, stats = configured(params, requests, FakeTools(requests))(cancel_policy=cancel_policy, progress=note)
     assert stats.stops["cancelled"] == 0, "off by default"
+    assert seen[-1] | {"tokens": 0} == {"live": 0, "waiting": 0, "done": 18, "total": 18, "tokens": 0}
+    assert any(figures["waiting"] for figures in seen)
+    assert all(figures["live"] + figures["waiting"] <= ROLLOUT.slots for figures in seen)
 
 
 def test_partial_rows_continue_exactly_where_they_stopped(params, twelve):
@@ -173,7 +164,7 @@ def test_partial_rows_continue_exactly_where_they_stopped(params, twelve):
     tools = FakeTools(resumed)
     # A turn that reaches the end of the tokens is open or unanswered: the environment has yet to see its end.
     tools.turns = {row: sum(turn.end < len(first[i].tokens) for turn in first[i].turns) for row, i in enumerate(cut)}
-    engine = engine_for(ROLLOUT, SamplingConfig(), None)
+    engine = variant()
     second, _ = engine.run(engine.publish(params, 6), resumed, tools)
     assert_same(second, [expected[i] for i in cut], atol=5e-6, versions=False)
     for i, rollout in zip(cut, second, strict=True):
@@ -184,7 +175,7 @@ def test_partial_rows_continue_exactly_where_they_stopped(params, twelve):
 def test_a_stop_text_rolls_the_row_back(params, twelve):
     """Two ids, which may be drawn in two chunks; the row continues from their end as if nothing had followed."""
     requests, _ = twelve
-    stepwise = engine_for(replace(ROLLOUT, chunk=1), SamplingConfig(), None)
+    stepwise = variant(replace(ROLLOUT, chunk=1))
     exact, stats = stepwise.run(stepwise.publish(params, 5), requests, StopPairs(requests))
     assert stats.dropped_tokens == 0
     results = []
@@ -213,39 +204,10 @@ def test_a_step_that_is_too_late_draws_one_chunk_and_an_evaluation_is_not_cut(pa
         np.testing.assert_array_equal(row.tokens, other.tokens[: row.length])
 
 
-def test_stop_text_out_of_range_is_refused(params):
-    class Wrong(SingleTurn):
-        def find_stop(self, index, new_tokens, before):
-            return 0
-
-    with pytest.raises(ValueError, match="find_stop kept 0"):
-        configured(params, make_requests(1, 1), Wrong())()
+MODES = [("auto", True, True), ("live", True, True), ("live", False, False), ("auto", False, False)]
 
 
-def test_progress_counts(params):
-    seen = []
-
-    class Recorder:
-        def update(self, **figures):
-            seen.append(figures)
-
-    requests = make_requests(2, 5)
-    configured(params, requests, FakeTools(requests))(progress=Recorder())
-    assert seen[-1] | {"tokens": 0} == {"live": 0, "waiting": 0, "done": 10, "total": 10, "tokens": 0}
-    assert any(figures["waiting"] for figures in seen)
-    assert all(figures["live"] + figures["waiting"] <= ROLLOUT.slots for figures in seen)
-
-
-@pytest.mark.parametrize(
-    ("mode", "terminal", "drawn"),
-    [
-        ("auto", True, True),
-        ("live", True, True),
-        ("live", False, False),
-        ("auto", False, False),
-        ("plain", True, False),
-    ],
-)
+@pytest.mark.parametrize(("mode", "terminal", "drawn"), [*MODES, ("plain", True, False)])
 def test_progress_is_drawn_on_a_terminal_that_is_asked_for_it_and_never_in_a_file(mode, terminal, drawn):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, _environ={})
@@ -256,19 +218,15 @@ def test_progress_is_drawn_on_a_terminal_that_is_asked_for_it_and_never_in_a_fil
         progress.update(live=7, waiting=1, done=1, total=8, tokens=10)
     assert ("4 live · 2 on tools" in out.getvalue() and "7 live · 1 on tools" in out.getvalue()) is drawn
     assert drawn or not out.getvalue()
-
-
-def test_progress_is_a_line_beside_the_training_bar():
-    out = io.StringIO()
+    # Beside the bar of the training it is a line.
     writer = ConsoleWriter(5, console=Console(file=out, force_terminal=True, width=120, _environ={}))
     progress = RolloutProgress(writer.bars)
-    progress.update(live=4, waiting=2, done=3, total=9, tokens=40)
+    progress.update(live=5, waiting=3, done=3, total=9, tokens=40)
     assert [task.description for task in writer.bars.tasks] == ["training", "rollouts"]
     progress.update(live=0, waiting=0, done=9, total=9, tokens=80)
     assert [task.description for task in writer.bars.tasks] == ["training"]
     writer.close()
-    assert "2 on tools" in out.getvalue()
-    assert ConsoleWriter(5, "live", Console(file=io.StringIO())).bars is None
+    assert "3 on tools" in out.getvalue() and ConsoleWriter(5, "live", Console(file=io.StringIO())).bars is None
 
 
 @pytest.mark.parametrize(
@@ -282,29 +240,28 @@ def test_progress_is_a_line_beside_the_training_bar():
         ([one_rollout(0, None, 8)], "has no prompt ids"),
         ([one_rollout(0, np.arange(4), 3, prefix=(5, 6, 7))], "begins with 3 response tokens"),
         (make_requests(2, 3, step=None)[::2] * 2, "requests 0 and 3 both ask for step 0, place 0, sample 0"),
+        (make_requests(1, 1), "find_stop kept 0"),
     ],
 )
 def test_refused_requests(params, requests, message):
+    environment = SingleTurn()
+    environment.find_stop = lambda index, new_tokens, before: 0
     with pytest.raises(ValueError, match=message):
-        configured(params, requests, SingleTurn())()
+        configured(params, requests, environment)()
+
+
+def build(stops=STOPS, mesh=None, vocab_size=None, **rollout):
+    return make_engine(MODEL, replace(ROLLOUT, **rollout), SamplingConfig(), stops, mesh, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: make_engine(MODEL, ROLLOUT, SamplingConfig(), (97,)), r"stop ids \[97\] lie outside .* 97"),
-        (lambda: make_engine(MODEL, ROLLOUT, SamplingConfig(), (96,), vocab_size=96), r"stop ids \[96\]"),
+        (partial(build, (97,)), r"stop ids \[97\] lie outside .* 97"),
+        (partial(build, (96,), vocab_size=96), r"stop ids \[96\]"),
+        (lambda: build(mesh=make_mesh(ShardingConfig())), "rollout.slots = 6 does not divide over the 8"),
+        (lambda: build(mesh=make_mesh(ShardingConfig()), slots=8, kv_tokens=500), "leaves 62 tokens each"),
         (lambda: RolloutConfig(kv_tokens=100), "cannot hold one row"),
-        (
-            lambda: make_engine(MODEL, ROLLOUT, SamplingConfig(), STOPS, make_mesh(ShardingConfig())),
-            "rollout.slots = 6 does not divide over the 8",
-        ),
-        (
-            lambda: make_engine(
-                MODEL, replace(ROLLOUT, slots=8, kv_tokens=500), SamplingConfig(), (EOS,), make_mesh(ShardingConfig())
-            ),
-            "leaves 62 tokens each",
-        ),
         (lambda: RolloutConfig(append_lengths=(32, 16)), "rising lengths"),
         (lambda: PartialRows(seconds=0), r"seconds\n.*greater than 0"),
         (lambda: replace(ROLLOUT, kv_start=999), "rollout.kv_start = 999; must be at most the 720 tokens"),
@@ -330,10 +287,8 @@ def test_a_row_goes_on_after_a_stop_id_that_its_environment_holds_back(params, t
             self.asked += 1
             return int(tokens[-1]) in held_ids
 
-    tools = Holding(requests)
-    engine = make_engine(
-        MODEL, replace(ROLLOUT, pipeline=pipeline), SamplingConfig(), sorted({*STOPS, *held_ids}), seed=11
-    )
+    tools, stops = Holding(requests), sorted({*STOPS, *held_ids})
+    engine = make_engine(MODEL, replace(ROLLOUT, pipeline=pipeline), SamplingConfig(), stops, seed=11)
     rollouts, _ = engine.run(engine.publish(params, 5), requests, tools)
     assert tools.asked >= sum(map(drawn.count, held_ids)) > 3
     assert_same(rollouts, expected, atol=1e-4)

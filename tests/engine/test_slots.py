@@ -1,5 +1,4 @@
-"""What the engine keeps about a slot while chunks, observations and rows given up overtake each other; and how the
-tokens of several rows are packed into appends."""
+"""How rows queue for slots, what the engine keeps about a slot, and how tokens of several rows share appends."""
 
 import itertools
 from dataclasses import replace
@@ -12,8 +11,8 @@ from grpo_roc_jax.engine.decode import ChunkReport
 from grpo_roc_jax.engine.device_rows import DeviceRows, Flight, PackTaker, Prompts, Write
 from grpo_roc_jax.engine.programs import CALL_TOKENS, first_calls
 from grpo_roc_jax.engine.protocol import Finish, RolloutStats
-from grpo_roc_jax.engine.scheduler import Scheduler
-from grpo_roc_jax.engine.table import SlotTable
+from grpo_roc_jax.engine.scheduler import REMEMBERED, Admission, Lengths, Scheduler, expand
+from grpo_roc_jax.engine.table import SlotTable, starting_point
 from grpo_roc_jax.model.pool import tile_count
 from tests.helpers.engine_checks import assert_same
 from tests.helpers.rollout_fakes import ROLLOUT, make_requests, one_rollout, run
@@ -33,29 +32,11 @@ def table():
 
 @pytest.fixture
 def device(table):
-    programs = SimpleNamespace(
-        **dict.fromkeys(("shared_blocks", "row_axes")),
-        shards=1,
-        packs=False,
-        append_rows=(1,),
-        size=SimpleNamespace(blocks=8, columns=16),
-        largest_size=SimpleNamespace(blocks=8, columns=16),
-        new_pool=lambda: None,
-        new_slots=lambda: None,
-        place=lambda *_: None,
-    )
-    return Recording(programs, ROLLOUT, SimpleNamespace(version=7), table, RolloutStats())
-
-
-class Recording(DeviceRows):
-    """Appends nothing; `appended` holds what would be."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.appended = []
-
-    def append_all(self, writes, *, shared):
-        self.appended += writes
+    size = SimpleNamespace(blocks=8, columns=16)
+    fields = dict.fromkeys(("shared_blocks", "row_axes")) | dict.fromkeys(("size", "largest_size"), size)
+    fields |= dict.fromkeys(("new_pool", "new_slots", "place"), lambda *_: None)
+    programs = SimpleNamespace(**fields, shards=1, packs=False, append_rows=(1,))
+    return DeviceRows(programs, ROLLOUT, SimpleNamespace(version=7), table, RolloutStats())
 
 
 class Steps(Scheduler):
@@ -75,20 +56,16 @@ def in_flight(table, counts):
     return Flight(report, table.generation.copy(), 6, 7)
 
 
-def test_a_run_without_rollouts_has_counted_nothing():
-    counts = vars(RolloutStats())
-    assert not any(counts.pop("stops").values()) and not any(counts.values())
-
-
 def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_one(device):
-    observation, other = Write(0, np.array([8, 8]), 3), Write(1, np.array([9]), 3)
+    appended, observation, other = [], Write(0, np.array([8, 8]), 3), Write(1, np.array([9]), 3)
+    device.append_all = lambda writes, shared: appended.extend(writes)
     device.write(observation), device.write(other)
     device.take_back(0)
     assert not device.is_written(1) and device.is_written(0)
     again = Write(0, np.array([5, 6, 7]), 0)
     device.write(again)
     device.flush()
-    assert device.appended == [other, again]
+    assert appended == [other, again]
 
 
 def test_no_row_of_an_append_is_padded_beyond_its_table(device, table):
@@ -96,7 +73,7 @@ def test_no_row_of_an_append_is_padded_beyond_its_table(device, table):
     token is written once, and in the order of its row."""
     programs, config = device.programs, replace(ROLLOUT, block=16, append_lengths=(4, 16, 64))
     programs.append_rows, programs.shards = (1, 2), 2
-    device = Recording(programs, config, device.sampler, table, RolloutStats())
+    device = DeviceRows(programs, config, device.sampler, table, RolloutStats())
     room, rng = config.table_width * 16, np.random.default_rng(0)
     for _ in range(50):
         calls, written = [], {}
@@ -107,10 +84,9 @@ def test_no_row_of_an_append_is_padded_beyond_its_table(device, table):
 
         device.append = append
         starts = rng.integers(0, config.max_row_tokens, 6).tolist()
-        writes = [
-            Write(i, np.arange(rng.integers(1, config.max_row_tokens - at + 1)), at) for i, at in enumerate(starts)
-        ]
-        DeviceRows.append_all(device, writes, shared=False)
+        room_left = [rng.integers(1, config.max_row_tokens - at + 1) for at in starts]
+        writes = [Write(i, np.arange(n), at) for i, (n, at) in enumerate(zip(room_left, starts, strict=True))]
+        device.append_all(writes, shared=False)
         for pieces in calls:
             longest = max(padded for batch in pieces for _, _, padded in batch)
             assert max(map(len, pieces)) <= 2
@@ -120,15 +96,11 @@ def test_no_row_of_an_append_is_padded_beyond_its_table(device, table):
         assert written == {w.slot: [*range(w.start, w.start + len(w.ids))] for w in writes}
 
 
-def test_a_chunk_in_flight_needs_room_of_its_own(device, table):
-    assert device.ahead == ROLLOUT.chunk
-    device.flight = in_flight(table, (4, 4))
-    assert device.ahead == 2 * ROLLOUT.chunk
-
-
 @pytest.mark.parametrize("act", ["roll_back", "park", "free"])
-def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act):
+def test_tokens_in_flight_need_room_and_do_not_count_for_a_row_that_changed(device, table, act):
+    assert device.ahead == ROLLOUT.chunk
     device.flight = in_flight(table, (4, 3))
+    assert device.ahead == 2 * ROLLOUT.chunk
     getattr(table, act)(0, *((1,) if act == "roll_back" else ()))
     table.live[0] = True  # the slot is seated again before the chunk is read
     _, count, version = device.read()
@@ -174,12 +146,9 @@ def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, ca
     left, prompt = [], np.array([5, 6, 7], np.int32)
     request = one_rollout(0, prompt, 4, temperature=1.0, step=2)
     row = SimpleNamespace(request=request, submission=SimpleNamespace(keep_cache=keep), prompt=prompt, slot=0)
-    prompts, lengths = (
-        SimpleNamespace(leave=lambda *given: left.append(given)),
-        SimpleNamespace(add=lambda length: None),
-    )
-    given = {"rows": {0: row}, "prompts": prompts, "lengths": lengths, "record": lambda *_: None}
-    Steps(table, clock=lambda: 0.0, **given).finish(0, "eos")
+    prompts = SimpleNamespace(leave=lambda *given: left.append(given))
+    steps = Steps(table, clock=lambda: 0.0, record=lambda *_: None, rows={0: row}, prompts=prompts, lengths=Lengths())
+    steps.finish(0, "eos")
     ((slot, _, written, tokens),) = left
     assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, cached)
 
@@ -198,8 +167,8 @@ def test_a_stop_id_exactly_at_the_budget_ends_the_row_by_length(table, budget, r
 
 
 def test_a_prompt_that_ends_in_a_block_of_another_row_is_not_kept(table, device):
-    """Two rows of one prompt drew the same tokens, so that they share the block in which the prompt ends. What is cut
-    from it for the next row would be a copy that nobody makes."""
+    """Two rows drew the same tokens, so that they share that block; cut for the next row, nobody would copy it."""
+    device.append_all = lambda writes, shared: None
     prompts = Prompts(device, table, lambda _: 1, RolloutStats())
     tokens = np.arange(41, dtype=np.int32)
     prompts.provide(0, 9, tokens[:21], 20, again=False)
@@ -246,3 +215,76 @@ def test_prompts_and_observations_of_several_rows_share_calls(params):
     assert_same(packed, alone)
     assert stats.prefilled_tokens == before.prefilled_tokens
     assert stats.appends < 0.6 * before.appends and stats.padded_tokens < before.padded_tokens
+
+
+def make(groups, *, shards=1, longest_first=False):
+    """groups: list of (members, prompt length, budget)."""
+    given = enumerate(groups)
+    requests = [one_rollout(g, np.arange(n), budget, s) for g, (members, n, budget) in given for s in range(members)]
+    rows, prompts = expand(requests, 0, 0, 1.0)
+    queue = Admission(shards)
+    queue.extend(range(len(rows)), rows, prompts, longest_first=longest_first)
+    return queue
+
+
+def drain(queue, fits=lambda ticket: True):
+    return list(iter(lambda: queue.take(0, fits), None))
+
+
+def test_arrival_and_longest_first_keep_siblings_together():
+    groups = [(2, 5, 10), (2, 5, 90), (2, 5, 50)]
+    assert drain(make(groups)) == [0, 1, 2, 3, 4, 5]
+    assert drain(make(groups, longest_first=True)) == [2, 3, 4, 5, 0, 1]
+    queue = make([(1, 10, 10), (1, 50, 10), (1, 2, 10)])
+    assert drain(queue, lambda ticket: ticket != 1) == [0] and queue.waiting == 2, "what does not fit is not overtaken"
+    assert drain(queue) == [1, 2] and queue.waiting == 0
+
+
+def test_rows_come_and_are_withdrawn_at_any_time():
+    queue = make([(2, 5, 10), (2, 5, 10)])
+    assert queue.take(0, lambda ticket: True) == 0 and queue.siblings(0) == 1
+    assert queue.withdraw(3) and queue.withdraw(1) and not queue.withdraw(0) and not queue.withdraw(3)
+    assert queue.left() == [2] and queue.siblings(0) == 0
+    row = one_rollout(0, np.arange(3), 5)
+    queue.extend([7, 8], [row, row], [1, 1], longest_first=False)
+    assert drain(queue) == [2, 7, 8] and queue.siblings(0) == queue.siblings(1) == 0
+
+
+def test_rollouts_that_a_step_cut_are_the_first_ones():
+    """Less is left of them than of new ones, but if they came last, new ones could keep them waiting forever."""
+    requests = [one_rollout(g, np.arange(5), budget) for g, budget in enumerate((90, 10, 50))]
+    cuts = [replace(starting_point(request), stop="cancelled") for request in requests[1:]]
+    requests += [replace(one_rollout(3 + i, np.arange(5), 40), resume=cut) for i, cut in enumerate(cuts)]
+    rows, prompts = expand(requests, 0, 0, 1.0)
+    queue = Admission(1)
+    queue.extend(range(5), rows, prompts, longest_first=True)
+    assert drain(queue) == [3, 4, 0, 2, 1]
+
+
+def test_each_shard_opens_its_own_group_and_helps_at_the_end():
+    queue = make([(3, 5, 10), (3, 5, 10)], shards=2)
+    taken = [queue.take(shard, lambda ticket: True) for shard in (0, 1, 0, 1, 0, 0, 1)]
+    assert taken == [0, 3, 1, 4, 2, 5, None]
+
+
+def test_a_share_of_the_expected_length_is_reserved():
+    lengths = Lengths()
+    assert lengths.reserved(np.array([10]), np.array([110])).tolist() == [10 + 35], "all that is left, so far"
+    for length in (20, 40, 60):
+        lengths.add(length)
+    got = lengths.reserved(np.array([10, 30, 60, 50]), np.array([110, 110, 80, 52]))
+    # Means of those that are longer: 40, 50, none (so its end), 60 (more than its end).
+    assert got.tolist() == [10 + 11, 30 + 7, 60 + 7, 50 + 1]
+    for _ in range(REMEMBERED):
+        lengths.add(15)
+    assert lengths.reserved(np.array([10]), np.array([110])).tolist() == [12], "old lengths are forgotten"
+
+
+def test_a_request_becomes_a_row_for_each_sample_and_equal_prompts_of_a_problem_are_shared():
+    prompt = np.arange(4, dtype=np.int32)
+    requests = [replace(one_rollout(0, prompt, None, 3), count=2), one_rollout(0, prompt.copy(), 5, 5, prefix=(7, 8))]
+    requests += [one_rollout(1, prompt, 5, temperature=0.0), one_rollout(0, prompt, 5, step=1)]
+    rows, prompts = expand(requests, 2, 9, 0.7)
+    wanted = [(3, 2, 9, 0.7), (4, 2, 9, 0.7), (5, 2, 5, 0.7), (0, 2, 5, 0.0), (0, 1, 5, 0.7)]
+    assert [(r.first_sample, r.step, r.budget, r.temperature) for r in rows] == wanted
+    assert prompts == [0, 0, 0, 1, 2] and {r.count for r in rows} == {1}

@@ -1,5 +1,4 @@
-"""An engine that runs on, in a cache with room for one longest row: rows come, leave, are parked and go on; weights
-change between chunks."""
+"""An engine that runs on, with room for one longest row: rows come, leave, are parked and go on; weights change."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,29 +8,32 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine.config import SamplingConfig
 from grpo_roc_jax.engine.engine import divided
 from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions, SingleTurn
 from grpo_roc_jax.engine.publish import NonFiniteWeightsError
 from grpo_roc_jax.engine.table import from_prompt
 from grpo_roc_jax.model.transformer import init_params
 from tests.helpers.engine_checks import assert_same
-from tests.helpers.rollout_fakes import MODEL, ROLLOUT, FakeTools, changed, engine_for, make_requests, one_rollout
+from tests.helpers.rollout_fakes import MODEL, ROLLOUT, FakeTools, make_requests, one_rollout, variant
 from tests.helpers.samples import make_trajectory
 
 TIGHT = replace(ROLLOUT, block=16, kv_tokens=ROLLOUT.max_row_tokens)
 same_rows = partial(assert_same, atol=1e-5)
 
 
-def engine_of(**changes):
-    return changed(engine_for(TIGHT, SamplingConfig(), None), **changes)
+def started(params, requests, **changes):
+    """(an engine that runs those requests, its weights, the rows that have ended)."""
+    engine = variant(TIGHT, **changes)
+    sampler = engine.publish(params, 5)
+    engine.submit(sampler, requests, FakeTools(requests))
+    return engine, sampler, dict(engine.advance())
 
 
 @pytest.mark.parametrize(("pipeline", "latency"), [("off", 2), ("on", 6)])
 def test_rows_that_give_up_their_blocks_end_as_if_they_had_not(params, baseline, pipeline, latency):
     """20 rows, 8 blocks: rows are parked while they decode and while they wait, and share prompts."""
     requests, wanted, *_ = baseline
-    engine = engine_of(pipeline=pipeline)
+    engine = variant(TIGHT, pipeline=pipeline)
     tools = FakeTools(requests, latency_polls=latency)
     rows, stats = engine.run(engine.publish(params, 5), requests, tools)
     same_rows(rows, wanted)
@@ -54,11 +56,12 @@ def drain(engine, count):
 
 def test_rows_come_while_others_run_and_leave_as_they_finish(params, baseline):
     requests, wanted, *_ = baseline
-    engine = engine_of()
+    engine = variant(TIGHT)
     sampler = engine.publish(params, 5)
     first, second = requests[:10], requests[10:]
     assert engine.advance() == []
     assert engine.submit(sampler, first, FakeTools(first)) == range(10)
+    assert engine.advance(-1.0) == [], "no time is left"
     rows = dict(engine.advance())
     assert 1 <= len(rows) < 10
     assert engine.submit(sampler, second, FakeTools(second), RunOptions()) == range(10, 20)
@@ -77,9 +80,7 @@ def test_weights_change_between_chunks_and_each_token_has_its_version(params, ba
     those drawn with them, and none before."""
     requests, wanted, *_ = baseline
     for other in (params, jax.tree.map(lambda leaf: leaf * 1.1, params)):
-        engine = engine_of(pipeline=pipeline)
-        engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
-        rows = dict(engine.advance())
+        engine, _, rows = started(params, requests, pipeline=pipeline)
         engine.publish(other, 6)
         rows |= drain(engine, 20 - len(rows))
         engine.release()
@@ -93,18 +94,10 @@ def test_weights_change_between_chunks_and_each_token_has_its_version(params, ba
         assert mixed > 0
 
 
-def test_a_time_limit_returns_without_rows(params):
-    engine = engine_of()
-    requests = make_requests(1, 2)
-    engine.submit(engine.publish(params, 5), requests, SingleTurn())
-    assert engine.advance(-1.0) == []
-    assert sorted(drain(engine, 2)) == [0, 1]
-
-
 def test_a_prompt_that_nobody_needs_any_more_gives_way(params, baseline):
     """One block in all. It is kept for siblings that are then cancelled, and the next row has another prompt."""
     requests, wanted, *_ = baseline
-    engine = changed(engine_for(replace(ROLLOUT, slots=1, block=128), SamplingConfig(), None), early_exit=True)
+    engine = variant(replace(ROLLOUT, slots=1, block=128), early_exit=True)
 
     def cancel_policy(index, trajectory):
         return [] if trajectory.stop == "cancelled" else range(index + 1, index - index % 5 + 5)
@@ -122,20 +115,12 @@ def counts_of(rows):
     return len(rows), sampled, sum(row.length - row.prompt_length for row in rows) - sampled, stops
 
 
-def counted_in(stats):
-    stops = {name: count for name, count in stats.stops.items() if count}
-    return stats.rollouts, stats.sampled_tokens, stats.observation_tokens, stops
-
-
 @pytest.mark.parametrize("pipeline", ["off", "on"])
 def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, baseline, pipeline):
     """An evaluation between two steps: each gets its own rows, in one cache of 8 blocks, and each has its counts."""
     requests, wanted, *_ = baseline
-    engine = engine_of(pipeline=pipeline)
-    sampler = engine.publish(params, 5)
-    first, second, third = requests[:10], requests[10:15], requests[15:]
-    engine.submit(sampler, first, FakeTools(first))
-    rows = dict(engine.advance())
+    second, third = requests[10:15], requests[15:]
+    engine, sampler, rows = started(params, requests[:10], pipeline=pipeline)
     batch, stats = engine.run(sampler, second, FakeTools(second), RunOptions(2, "evaluate"))
     ended = [ticket for ticket in range(10) if ticket not in rows and engine.cut(ticket).stop != "cancelled"]
     assert ended
@@ -146,7 +131,8 @@ def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, baseline, pipelin
     same_rows([rows[ticket] for ticket in sorted(rows)], of_stream)
     same_rows(batch, wanted[10:15])  # their requests name the step of their keys
     for counted, own in ((stats, wanted[10:15]), (engine.take_stats(), of_stream)):
-        assert counted_in(counted) == counts_of(own)
+        stops = {name: count for name, count in counted.stops.items() if count}
+        assert (counted.rollouts, counted.sampled_tokens, counted.observation_tokens, stops) == counts_of(own)
         assert counted.shard_tokens == (counted.sampled_tokens,)
         assert 0 < counted.slot_use <= 1 and counted.prefilled_tokens > 0 and counted.seconds > 0
     assert engine.take_stats().sampled_tokens == 0
@@ -165,44 +151,25 @@ def test_what_a_batch_and_the_others_count_adds_up_on_every_shard(seed):
     both = RolloutStats(**counts, cache_tokens=64, shard_tokens=shards)
     both.stops |= {"eos": 3, "answer": 2}
     batch, others = divided(both, starts, rows)
+    counts = vars(RolloutStats())
+    assert not any(counts.pop("stops").values()) and not any(counts.values()), "nothing has been counted so far"
     assert batch.followed_by(others) == both and batch.cache_tokens == others.cache_tokens == 64
     assert (batch.sampled_tokens, batch.observation_tokens, batch.stops["answer"]) == (sampled, 45, 2)
     for part in (batch, others):
         assert sum(part.shard_tokens) == part.sampled_tokens == part.slot_steps and min(part.shard_tokens) >= 0
 
 
-@pytest.mark.parametrize("pipeline", ["off", "on"])
-def test_the_weights_before_are_gone_when_the_next_are_made(params, baseline, pipeline, monkeypatch):
-    requests, *_ = baseline
-    engine = engine_of(pipeline=pipeline)
-    engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
-    engine.advance()
-    publish, states, device = engine.publisher.publish, [], engine.scheduler.device
-
-    def seen(*given):
-        states.append((device.sampler, device.flight))
-        return publish(*given)
-
-    monkeypatch.setattr(engine.publisher, "publish", seen)
-    engine.publish(params, 6)
-    assert states == [(None, None)]
-    assert device.sampler.version == 6
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_the_old_ones(params, baseline, keep):
-    """A server that follows a run skips a damaged checkpoint. A training run ends."""
+    """A server skips a damaged checkpoint. A training run, where old weights are gone when new ones are made, ends."""
     requests, wanted, *_ = baseline
-    engine = engine_of()
-    sampler = engine.publish(params, 5)
-    engine.submit(sampler, requests, FakeTools(requests))
-    rows = dict(engine.advance())
+    engine, sampler, rows = started(params, requests, pipeline="off" if keep else "on")
     if not keep:
         del sampler
     with pytest.raises(NonFiniteWeightsError):
         engine.publish(params | {"embed": params["embed"] * np.nan}, 6)
     if not keep:
-        assert engine.scheduler.device.sampler is None
+        assert engine.scheduler.device.sampler is engine.scheduler.device.flight is None
         return
     rows |= drain(engine, 20 - len(rows))
     same_rows([rows[ticket] for ticket in range(20)], wanted)
@@ -210,18 +177,16 @@ def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_t
 
 def test_a_cut_row_goes_on_in_another_engine_as_it_would_have_here(params, baseline):
     requests, wanted, *_ = baseline
-    engine = engine_of()
-    engine.submit(engine.publish(params, 5), requests, FakeTools(requests))
-    ended = dict(engine.advance())
+    engine, _, ended = started(params, requests)
     cuts = {ticket: engine.cut(ticket) for ticket in range(20) if ticket not in ended}
     begun = [cut for cut in cuts.values() if cut.policy_mask.any()]
     assert begun and len(begun) < len(cuts) and {cut.stop for cut in cuts.values()} == {"cancelled"}
-    started = from_prompt(begun[0])
-    assert started.length == started.prompt_length and not started.turns and not started.policy_mask.any()
+    begin = from_prompt(begun[0])
+    assert begin.length == begin.prompt_length and not begin.turns and not begin.policy_mask.any()
     ended |= drain(engine, len(cuts))
     same_rows([ended[ticket] for ticket in range(20)], wanted)  # a cut takes nothing away
     again = [replace(requests[ticket], resume=cut) for ticket, cut in cuts.items() if not cut.turns]
-    other = changed(engine_for(ROLLOUT, SamplingConfig(), None))
+    other = variant()
     rows, _ = other.run(other.publish(params, 7), again, FakeTools(again))
     same_rows(rows, [wanted[ticket] for ticket, cut in cuts.items() if not cut.turns], versions=False)
     for row, request in zip(rows, again, strict=True):
@@ -235,10 +200,9 @@ def test_prompts_of_one_round_read_nothing_that_is_not_written(lengths):
     block, which is not written before the second append."""
     drawn = np.random.default_rng(3).integers(8, 97, size=(4, 40)).astype(np.int32)
     prompts = [np.concatenate([drawn[0][:32], drawn[i]])[:n] for i, n in enumerate(lengths, 1)]
-    requests = [
-        one_rollout(index, prompt, 12, sample, step=2) for index, prompt in enumerate(prompts) for sample in range(2)
-    ]  # with siblings: a block of a single row is not shared on this backend
-    engine, other = engine_of(kv_tokens=0), engine_of(kv_tokens=0)  # two pools
+    # With siblings: a block of a single row is not shared on this backend.
+    requests = [one_rollout(i, prompt, 12, sample, step=2) for i, prompt in enumerate(prompts) for sample in range(2)]
+    engine, other = variant(TIGHT, kv_tokens=0), variant(TIGHT, kv_tokens=0)  # two pools
     sampler = engine.publish(init_params(jax.random.key(1), MODEL), 5)  # weights that look at all tokens
     together, stats = engine.run(sampler, requests, FakeTools(requests))
     alone = [other.run(sampler, [request], FakeTools([request]))[0][0] for request in requests]
@@ -281,7 +245,7 @@ def sampled(engine, sampler, request, keep, stops=()):
 @pytest.mark.parametrize("stops", [(), range(60, 90)], ids=["to the end", "cut by a stop"])
 def test_what_a_row_has_written_is_found_and_changes_nothing(params, pipeline, stops):
     """A prompt that begins with an earlier row is not written again."""
-    engine, fresh = engine_of(pipeline=pipeline), engine_of(pipeline=pipeline)
+    engine, fresh = variant(TIGHT, pipeline=pipeline), variant(TIGHT, pipeline=pipeline)
     sampler = engine.publish(params, 5)
     request, rows = make_requests(1, 1, budget=30)[0], []
     for index in range(3):
@@ -291,8 +255,7 @@ def test_what_a_row_has_written_is_found_and_changes_nothing(params, pipeline, s
         wanted, none = sampled(fresh, sampler, request, False, stops)
         fresh.release()
         assert none == [0]
-        np.testing.assert_array_equal(row.tokens, wanted.tokens)
-        np.testing.assert_allclose(row.logprobs, wanted.logprobs, atol=1e-5)
+        same_rows([row], [wanted])
         rows.append(row)
         request = later(row, 7 + index)
     stats = engine.release()
@@ -300,7 +263,7 @@ def test_what_a_row_has_written_is_found_and_changes_nothing(params, pipeline, s
 
 
 def test_without_it_only_prompts_are_found_and_new_weights_find_nothing(params):
-    engine = engine_of()
+    engine = variant(TIGHT)
     sampler = engine.publish(params, 5)
     first, _ = sampled(engine, sampler, make_requests(1, 1, budget=30)[0], False)
     _, cached = sampled(engine, sampler, later(first, 8), False)

@@ -119,11 +119,7 @@ def first_fit_decreasing(lengths: list[int], row_length: int) -> list[list[int]]
 def random_rows(lengths: list[int], vocab: int, seed: int = 0) -> list[TrainRow]:
     """Trajectories with a prompt, policy tokens and observations; weights normalised over all policy tokens."""
     rng = np.random.default_rng(seed)
-    masks = []
-    for n in lengths:
-        mask = rng.random(n) < 0.7
-        mask[: min(2, n)] = False
-        masks.append(mask)
+    masks = [(rng.random(n) < 0.7) & (np.arange(n) > 1) for n in lengths]
     total = max(sum(mask.sum() for mask in masks), 1)
     return [
         TrainRow(

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.protocol import Finish, Observe, TurnEnd, Wait
+from grpo_roc_jax.engine.protocol import Finish, Observe, Wait
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.types import Problem, RolloutRequest
@@ -34,11 +34,7 @@ class FakeTools:
         self.requests = requests
         self.vocab, self.max_turns = vocab, max_turns
         self.latency_polls, self.observation = latency_polls, observation
-        self.turns: dict[int, int] = {}
-        self.pending: list[tuple[int, int, np.ndarray]] = []
-        self.ended: list[TurnEnd] = []
-        self.cancels: list[int] = []
-        self.now = 0
+        self.turns, self.pending, self.ended, self.cancels, self.now = {}, [], [], [], 0
 
     def observation_ids(self, index: int, turn: int) -> np.ndarray:
         """A function of the request's key and the turn alone, as real tool output would be."""
@@ -89,14 +85,8 @@ class StopPairs(FakeTools):
 
 
 MODEL = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab_size=97)
-ROLLOUT = RolloutConfig(
-    slots=6,
-    chunk=4,
-    max_prompt_tokens=40,
-    max_response_tokens=80,
-    max_turn_tokens=15,
-    append_lengths=(16,),
-)
+LENGTHS = {"max_prompt_tokens": 40, "max_response_tokens": 80, "max_turn_tokens": 15, "append_lengths": (16,)}
+ROLLOUT = RolloutConfig(slots=6, chunk=4, **LENGTHS)
 
 
 _init = jax.jit(init_params, static_argnames="config")
@@ -111,9 +101,8 @@ def sharp_params():
 def make_requests(groups=4, siblings=5, budget=80, seed=0, **fields):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(8, 97, size=n).astype(np.int32) for n in rng.integers(1, 41, size=groups)]
-    return [
-        one_rollout(g, prompts[g], budget, s, **({"step": 2} | fields)) for g in range(groups) for s in range(siblings)
-    ]
+    fields = {"step": 2} | fields
+    return [one_rollout(g, prompts[g], budget, s, **fields) for g in range(groups) for s in range(siblings)]
 
 
 @lru_cache
@@ -129,6 +118,11 @@ def changed(engine, clock=None, **settings):
     other.programs = copy.copy(engine.programs)
     other.programs.rollout = replace(other.programs.rollout, **settings)
     return other
+
+
+def variant(rollout=ROLLOUT, clock=None, **settings):
+    """The shared engine of that shape with another clock and other settings."""
+    return changed(engine_for(rollout, SamplingConfig(), None), clock, **settings)
 
 
 def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, options=None):

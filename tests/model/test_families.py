@@ -15,17 +15,10 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate, readers_of, token_places
-from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
+from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, unembed
 from grpo_roc_jax.run.components import fit_length
-from tests.helpers.published_models import (
-    CASES,
-    ONE_PER_FAMILY,
-    logits_of,
-    need_transformers,
-    random_tokens,
-    save_model,
-)
-from tests.helpers.whole_rows import row_logits
+from tests.helpers import published_models as models
+from tests.helpers.whole_rows import layers_apart, row_logits
 from tests.model.test_convert import read_all
 
 TOLERANCE = 1e-4
@@ -38,7 +31,7 @@ LENGTH = 40
 
 def cases(*quick: str) -> pytest.MarkDecorator:
     """All cases; the default run takes the fast ones."""
-    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in CASES]
+    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in models.CASES]
     return pytest.mark.parametrize("pair", marked, indirect=True)
 
 
@@ -46,28 +39,27 @@ def cases(*quick: str) -> pytest.MarkDecorator:
 def pair(request, tmp_path_factory):
     """(model of transformers, our configuration, our parameters, tokens, their logits)."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = save_model(request.param, folder, max_shard_size="20KB")
+    model = models.save_model(request.param, folder, max_shard_size="20KB")
     config = fit_length(resolve_config(ModelConfig(path=str(folder))), LENGTH)
-    tokens = random_tokens(2, LENGTH)
-    return model, config, load_params(folder, config), tokens, logits_of(model, tokens)
+    tokens = models.random_tokens(2, LENGTH)
+    return model, config, load_params(folder, config), tokens, models.logits_of(model, tokens)
 
 
-@cases(*ONE_PER_FAMILY)
+@cases(*models.ONE_PER_FAMILY)
 def test_transformers_reloads_the_same_model(pair, tmp_path):
     """After an import and an export, both in several files."""
     model, config, params, tokens, wanted = pair
     export_model(params, config, tmp_path / "out", max_shard_bytes=20_000)
-    loader = need_transformers().AutoModelForCausalLM
+    loader = models.need_transformers().AutoModelForCausalLM
     again, report = loader.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert type(again) is type(model)
-    np.testing.assert_array_equal(logits_of(again, tokens), wanted)
+    np.testing.assert_array_equal(models.logits_of(again, tokens), wanted)
 
 
 GRADIENTS = ("gpt-oss", "deepseek", "gemma4-small")
 """Families whose layers differentiate something of their own: sinks and choices of experts, latent heads and sigmoid
-scores, factors of layers, shared keys and embeddings by layer. The others are of the same parts, whose logits are
-compared by default."""
+scores, factors of layers, shared keys and embeddings by layer."""
 SLOW_GRADIENTS = ("glm4-moe", "granite", "glm4", "ministral3", "llama4", "llama4-odd", "deepseek-v32", "glm5")
 SLOW_GRADIENTS += ("gpt-oss-odd", "gemma4", "gemma4-odd", "gemma4-moe")
 EXACT = ("qwen35", "qwen35-moe", "qwen35-moe-odd", "granite4-h", "granite4-h-odd", "gemma4-small-odd")
@@ -84,9 +76,8 @@ def test_gradients_of_every_tensor_equal_those_of_torch(pair, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", EXACT, indirect=True)
 def test_gradients_equal_those_of_torch_in_float64(pair, tmp_path, monkeypatch):
-    """The gradient of a recurrent decay is a small sum of large terms, which float32 rounds by up to 4e-4 on either
-    side. Scores that are not divided enlarge the rounding as well, in odd sizes of Gemma 4 E2B to 6e-5. In float64,
-    which both sides take here wherever they name float32, the same formulas agree. Rows have several chunks."""
+    """Of float32 the gradient of a recurrent decay, a small sum of large terms, keeps 4e-4; scores that are not divided
+    enlarge the rounding to 6e-5. Both sides take float64 here wherever they name float32. Rows have several chunks."""
     import torch
 
     model, config, params, *_ = pair
@@ -99,7 +90,7 @@ def test_gradients_equal_those_of_torch_in_float64(pair, tmp_path, monkeypatch):
     exact.set_experts_implementation("eager")  # the grouped product of torch has no float64
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-        compare_gradients(exact, config, params, random_tokens(1, 130), tmp_path, IN_FLOAT64)
+        compare_gradients(exact, config, params, models.random_tokens(1, 130), tmp_path, IN_FLOAT64)
 
 
 def compare_gradients(model, config: ModelConfig, params: Params, tokens, folder, limit: float) -> None:
@@ -135,7 +126,7 @@ def compare_gradients(model, config: ModelConfig, params: Params, tokens, folder
         np.testing.assert_allclose(ours[name], wanted, atol=limit * scale, rtol=0, err_msg=name)
 
 
-@cases(*ONE_PER_FAMILY)
+@cases(*models.ONE_PER_FAMILY)
 def test_logits_of_whole_rows(pair):
     _, config, params, tokens, wanted = pair
     assert wanted.std() > 0.3  # the bound below means something
@@ -179,42 +170,15 @@ def append_rows(params: Params, pool, tokens, config: ModelConfig, start: int):
     return writer.pool()
 
 
-def unstacked(params: Params, config: ModelConfig) -> Params:
-    params = jax.device_get(params)  # slices of NumPy arrays compile nothing
-    layers = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
-    return params | {"layers": layers}
-
-
 @pytest.mark.parametrize("orders", [IN_PLACE, pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
 @cases("gemma2", "qwen35", "gpt-oss", "deepseek", "gemma4-small")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair
-    params, tokens = unstacked(params, config), jnp.asarray(tokens)
+    params, tokens = layers_apart(params, config), jnp.asarray(tokens)
     cache = allocate(config, PoolSize(8, 16, 2), jnp.float32, orders)
     for start in (0, 15):
         cache = append_rows(params, cache, tokens[:, start : start + 15], config, start)
     for t in range(30, LENGTH):
         logits, cache = decode_step(params, cache, tokens[:, t], jnp.full(2, t), config)
         assert np.abs(np.asarray(logits) - wanted[:, t]).max() <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", ONE_PER_FAMILY, indirect=True)
-def test_greedy_text_is_the_same_token_by_token(pair):
-    import torch
-
-    model, config, params, tokens, _ = pair
-    prompt, steps = tokens[:1, :9], 128
-    model.generation_config.eos_token_id = None
-    with torch.no_grad():
-        wanted = model.generate(torch.tensor(prompt), do_sample=False, max_new_tokens=steps, pad_token_id=0)
-    params = unstacked(params, config)
-    cache = allocate(config, PoolSize(4, 64, 1), jnp.float32, IN_PLACE)
-    cache = append_rows(params, cache, jnp.asarray(prompt[:, :-1]), config, 0)
-    token, got = jnp.asarray(prompt[:, -1]), []
-    for t in range(8, 8 + steps):
-        logits, cache = decode_step(params, cache, token, jnp.full(1, t), config)
-        token = jnp.argmax(logits, axis=-1)
-        got.append(int(token[0]))
-    assert got == wanted[0, 9:].tolist()

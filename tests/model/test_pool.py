@@ -1,44 +1,39 @@
-"""A pool of blocks against rows that lie side by side, in the layouts of all platforms, with shared and scattered
-tables."""
+"""A pool of blocks against rows that lie side by side: all layouts, few bits, and the paged kernel, interpreted."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import NamedSharding, P
 
+from grpo_roc_jax.model import pool as pools
+from grpo_roc_jax.model.block_attention import Limits, attend_window
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
-from grpo_roc_jax.model.pool import (
-    IN_PLACE,
-    PoolSize,
-    PoolWriter,
-    allocate,
-    cache_orders,
-    copy_blocks,
-    readers_of,
-    token_places,
-)
+from grpo_roc_jax.model.low_precision import exact, plain_layer, quantized_layer, rounded, scaled_orders
+from grpo_roc_jax.model.paged import attend_table, check_paged
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from tests.helpers.engine_checks import interpreted  # noqa: F401
 
 CONFIG = ModelConfig(d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=11)
 LIMITED = replace(CONFIG, windows=SlidingWindows((5, 0)), extras=SomeExtras(attention_cap=1.5))
-SIZE = PoolSize(blocks=45, columns=4, slots=5, shared=4)
+SIZE = pools.PoolSize(blocks=45, columns=4, slots=5, shared=4)
 B, K, H, W, C = 5, 2, 8, 6, 4
 NONE = SIZE.blocks
-CPU, GPU, TPU = map(cache_orders, ("cpu", "gpu", "tpu"))
-LAYOUTS = pytest.mark.parametrize("orders", [CPU, GPU, TPU], ids="-".join)
-SLOW = [pytest.param(orders, LIMITED, marks=pytest.mark.slow) for orders in (GPU, TPU)]
+CPU, GPU, TPU = map(pools.cache_orders, ("cpu", "gpu", "tpu"))
+SLOW = pytest.mark.slow
+LIMITS = [pytest.param(orders, LIMITED, marks=SLOW) for orders in (GPU, TPU)]
 """Limits on what is read are those of one layout as of another."""
-EACH = pytest.mark.parametrize(
-    ("orders", "config"), [(CPU, CONFIG), (GPU, CONFIG), (TPU, CONFIG), (CPU, LIMITED), *SLOW]
-)
+EACH = pytest.mark.parametrize("orders, config", [*((o, CONFIG) for o in (CPU, GPU, TPU)), (CPU, LIMITED), *LIMITS])
 
 
 def filled(orders, size=SIZE):
     """A pool of random numbers, and its keys and values as [L,N,C,K,H]."""
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(2, CONFIG.layers, size.blocks, C, K, H)).astype(np.float32)
-    pool = allocate(CONFIG, size, jnp.float32, orders)
+    pool = pools.allocate(CONFIG, size, jnp.float32, orders)
 
     def arena(layer, part):
         start, end = part.start, part.start + part.blocks
@@ -57,8 +52,12 @@ def unfilled(pool, layer):
     return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
-def attend_slowly(q, k, v, columns, *, window=0, cap=0.0):
-    """q [T,N,H] of one row, k and v [S,K,H]: loops over queries and heads."""
+def write_and_attend(q, k, v, new_k, new_v, blocks, columns, config, layer):
+    """The context of one row: q [T,N,H] at those columns, whose keys and values are written into the blocks."""
+    blocks, window, cap = blocks[blocks != NONE], (config.layer_windows or (0, 0))[layer], config.extras.attention_cap
+    at = blocks[columns // C], columns % C
+    k[at], v[at] = new_k, new_v
+    k, v = (part[blocks].reshape(-1, K, H) for part in (k, v))
     out = np.zeros(q.shape)
     for t, n in np.ndindex(q.shape[:2]):
         kv, last = n // (q.shape[1] // k.shape[1]), int(columns[t]) + 1
@@ -70,30 +69,18 @@ def attend_slowly(q, k, v, columns, *, window=0, cap=0.0):
     return out
 
 
-TABLE = np.array(
-    [
-        [1, 0, 44, 2, NONE, NONE],  # blocks 0 and 1 have four readers, in another order than they lie
-        [1, 0, 7, NONE, NONE, NONE],
-        [1, 0, 9, 31, 20, 5],
-        [1, 0, 6, NONE, NONE, NONE],
-        [30, NONE, NONE, NONE, NONE, NONE],
-    ],
-    np.int32,
-)
+ROWS = [1, 0, 44, 2], [1, 0, 7], [1, 0, 9, 31, 20, 5], [1, 0, 6], [30]
+"""Blocks 0 and 1 have four readers, in another order than they lie."""
+TABLE = np.array([row + [NONE] * (W - len(row)) for row in ROWS], np.int32)
 POSITION = np.array([13, 8, 23, 9, 0], np.int32)
 ACTIVE = np.array([True, True, True, False, True])
 
 
 def test_arenas_grow_with_the_blocks_of_a_slot():
-    assert [tuple(arena) for arena in SIZE.arenas(IN_PLACE)] == [
-        (0, 4, 8),
-        (4, 10, 1),
-        (14, 10, 1),
-        (24, 20, 1),
-        (44, 1, 1),
-    ]
+    arenas = [(0, 4, 8), (4, 10, 1), (14, 10, 1), (24, 20, 1), (44, 1, 1)]
+    assert [tuple(arena) for arena in SIZE.arenas(pools.IN_PLACE)] == arenas
     assert [tuple(arena) for arena in SIZE.arenas(("ksh", "ksh"))] == [(0, 45, 1)]
-    assert allocate(CONFIG, SIZE, jnp.float32, IN_PLACE, shards=3).layers[0][0][0].shape == (12, K, H, C)
+    assert pools.allocate(CONFIG, SIZE, jnp.float32, pools.IN_PLACE, shards=3).layers[0][0][0].shape == (12, K, H, C)
 
 
 @EACH
@@ -111,28 +98,22 @@ def test_a_token_of_each_row(orders, config, few, monkeypatch):
 
     @jax.jit
     def run(pool):
-        readers = readers_of(pool, table, active)
-        assert bool(readers) is (orders[:2] == IN_PLACE and not few)
-        places = token_places(pool, position, active, table, readers)
-        writer = PoolWriter(pool, config)
+        readers = pools.readers_of(pool, table, active)
+        assert bool(readers) is (orders[:2] == pools.IN_PLACE and not few)
+        places = pools.token_places(pool, position, active, table, readers)
+        writer = pools.PoolWriter(pool, config)
         out = [writer.attend_token(layer, places)(q, new_k, new_v) for layer in range(2)]
         return out, writer.pool()
 
     out, after = run(pool)
     assert np.isfinite(out[0]).all()
     for layer in range(2):
-        wanted_k, wanted_v = k[layer].copy(), v[layer].copy()
+        cached = k[layer].copy(), v[layer].copy()
         for b in np.flatnonzero(ACTIVE):
-            at = TABLE[b, POSITION[b] // C], POSITION[b] % C
-            wanted_k[at], wanted_v[at] = new_k[b, 0], new_v[b, 0]
-        for got, wanted in zip(unfilled(after, layer), (wanted_k, wanted_v), strict=True):
+            row = new_k[b], new_v[b], TABLE[b], POSITION[b : b + 1]
+            np.testing.assert_allclose(out[layer][b], write_and_attend(q[b], *cached, *row, config, layer), atol=1e-5)
+        for got, wanted in zip(unfilled(after, layer), cached, strict=True):
             np.testing.assert_array_equal(got, wanted)
-        window, cap = (config.layer_windows or (0, 0))[layer], config.extras.attention_cap
-        for b in np.flatnonzero(ACTIVE):
-            blocks = TABLE[b][TABLE[b] != NONE]
-            row = (part[blocks].reshape(-1, K, H) for part in (wanted_k, wanted_v))
-            wanted = attend_slowly(q[b], *row, POSITION[b : b + 1], window=window, cap=cap)
-            np.testing.assert_allclose(out[layer][b], wanted, atol=1e-5)
 
 
 @EACH
@@ -146,31 +127,143 @@ def test_a_span_attends_to_the_row_and_to_itself_and_padding_is_dropped(orders, 
 
     @jax.jit
     def run(pool, table, rows, start, length, *new):
-        writer = PoolWriter(pool, config)
+        writer = pools.PoolWriter(pool, config)
         return writer.attend_span(0, table, rows, start, length)(*new), writer.pool()
 
     got, after = run(pool, table, rows, start, length, q, new_k, new_v)
-    wanted_k, wanted_v = k[0].copy(), v[0].copy()
-    window, cap = (config.layer_windows or (0,))[0], config.extras.attention_cap
-    for i in range(2):
-        columns = start[i] + np.arange(length[i])
-        at = table[i, columns // C], columns % C
-        wanted_k[at], wanted_v[at] = new_k[i, : length[i]], new_v[i, : length[i]]
-        blocks = table[i][table[i] != NONE]
-        row = (part[blocks].reshape(-1, K, H) for part in (wanted_k, wanted_v))
-        wanted = attend_slowly(q[i, : length[i]], *row, columns, window=window, cap=cap)
-        np.testing.assert_allclose(got[i, : length[i]], wanted, atol=1e-5)
-    for part, wanted in zip(unfilled(after, 0), (wanted_k, wanted_v), strict=True):
+    cached = k[0].copy(), v[0].copy()
+    for i, n in enumerate(length[:2]):
+        row = new_k[i, :n], new_v[i, :n], table[i], start[i] + np.arange(n)
+        np.testing.assert_allclose(got[i, :n], write_and_attend(q[i, :n], *cached, *row, config, 0), atol=1e-5)
+    for part, wanted in zip(unfilled(after, 0), cached, strict=True):
         np.testing.assert_array_equal(part, wanted)
 
 
-@LAYOUTS
+@pytest.mark.parametrize("orders", [CPU, GPU, TPU], ids="-".join)
 def test_blocks_are_copied_between_arenas(orders):
     pool, k, _ = filled(orders)
-    source, target = np.array([0, 44, 44, 7]), np.array([44, 3, 5, NONE])
-    source[0] = 20
-    nothing = jnp.zeros((2, 1), jnp.int32)
-    copied = jax.jit(copy_blocks, donate_argnums=0)(pool, jnp.asarray([source[1:], target[1:]]), nothing)
+    copies, nothing = jnp.array([[44, 44, 7], [3, 5, NONE]]), jnp.zeros((2, 1), jnp.int32)
+    copied = jax.jit(pools.copy_blocks, donate_argnums=0)(pool, copies, nothing)
     expected = k[1].copy()
     expected[[3, 5]] = expected[44]
     np.testing.assert_array_equal(unfilled(copied, 1)[0], expected)
+
+
+def test_numbers_by_hand():
+    """Scales 2.54 / 127 and 1 (all zeros); halves go to the even neighbor."""
+    stored, scale = rounded(jnp.array([[2.54, -1.0, 0.05], [0.0, 0.0, 0.0]]), 1, jnp.int8)
+    np.testing.assert_allclose(scale, [0.02, 1.0], rtol=1e-6)
+    np.testing.assert_array_equal(stored, [[127, -50, 2], [0, 0, 0]])
+    stored, scale = rounded(jnp.array([448.0, -17.0, 1.0]), 0, jnp.float8_e4m3fn)
+    assert scale == 1
+    np.testing.assert_array_equal(stored.astype(jnp.float32), [448.0, -16.0, 1.0], "3 bits after the first")
+
+
+def test_a_matrix_has_a_scale_for_each_output():
+    rng = np.random.default_rng(0)
+    layer = {"wq": rng.normal(size=(6, 2, 3)), "wo": rng.normal(size=(2, 3, 6)), "mlp_norm": np.ones(6)}
+    stored = quantized_layer({name: jnp.asarray(leaf, jnp.float32) for name, leaf in layer.items()}, 8)
+    assert stored["wq"].scales.shape == (1, 2, 3) and stored["wo"].scales.shape == (1, 1, 6)
+    assert stored["wo"].codes.dtype == jnp.int8 and stored["mlp_norm"].dtype == jnp.float32
+    back = plain_layer(stored, jnp.float32)
+    assert back.keys() == layer.keys()
+    np.testing.assert_allclose(back["wq"], layer["wq"], atol=np.abs(layer["wq"]).max() / 254 + 1e-6)
+    np.testing.assert_allclose(stored["wo"].scales[0, 0], np.abs(layer["wo"]).max(axis=(0, 1)) / 127, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "int8"), ("gpu", "float8"), ("tpu", "int8")])
+def test_attention_reads_what_rounding_leaves(platform, dtype):
+    """A span, a copy of its block to another row, then a token of both rows: as over a cache of rounded numbers."""
+    config, orders = replace(CONFIG, layers=1), pools.cache_orders(platform)
+    stored = jnp.int8 if dtype == "int8" else jnp.float8_e4m3fn
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 8, n, 8)), jnp.float32) for n in (4, 2, 2))
+    token = [jnp.asarray(rng.normal(size=(2, 1, n, 8)), jnp.float32) for n in (4, 2, 2)]
+    table = jnp.array([[1, 2, 4], [3, 2, 5]], jnp.int32)
+
+    def near(x):
+        numbers, scale = rounded(x, 3, stored)
+        return numbers.astype(jnp.float32) * scale[..., None]
+
+    def run(pool, change):
+        writer, none = pools.PoolWriter(pool, config), jnp.zeros(1, jnp.int32)
+        span = writer.attend_span(0, table[:1], none, none, none + 7)(q, change(k), change(v))
+        pool = pools.copy_blocks(writer.pool(), jnp.array([[1], [3]]), jnp.full((2, 1), 9))
+        active, position = jnp.ones(2, bool), jnp.array([7, 6], jnp.int32)
+        writer = pools.PoolWriter(pool, config)
+        places = pools.token_places(pool, position, active, table, pools.readers_of(pool, table, active))
+        return span[:, :7], writer.attend_token(0, places)(token[0], *map(change, token[1:])), writer.pool()
+
+    size = pools.PoolSize(6, 4, 2, shared=2)
+    few = pools.allocate(config, size, jnp.float32, scaled_orders(orders), stored=stored)
+    assert {leaf.dtype for leaf in jax.tree.leaves(few.layers)} == {jnp.dtype(stored), jnp.dtype(jnp.float32)}
+    run = jax.jit(run, static_argnums=1)
+    many = pools.allocate(config, size, jnp.float32, orders)
+    (*got, after), (*wanted, plain) = run(few, lambda x: x), run(many, near)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), got, wanted)
+    values = tuple(exact(part, few.orders, jnp.float32) for part in after.layers[0])
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), values, plain.layers[0])
+
+
+def paged(rows, limits, dtype="float32", heads=2):
+    """(queries, keys and values of three pages a row in turn, tables, context by XLA of so many columns)."""
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(3 * rows, 16, heads, 128)), dtype) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(rows, 1, 2 * heads, 128)), dtype)
+    # Two shards of rows have a half of the pages each.
+    table = np.concatenate([rng.permutation(part) for part in np.split(np.arange(3 * rows), 2)]).reshape(rows, 3)
+    table = jnp.asarray(table, jnp.int32)
+
+    def by_xla(seen):
+        limits_ = Limits(limits.get("window", 0), limits.get("cap", 0.0))
+        return attend_window(q, lambda pages: (k[pages], v[pages]), table, seen[:, None] - 1, ("skh", "skh"), limits_)
+
+    return q, pools.in_turn(k, v), table, by_xla
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("dtype", "heads", "limits", "bound"),
+    [("float32", 1, {"window": 7, "cap": 1.5}, 1e-5), pytest.param("bfloat16", 2, {}, 0.02, marks=SLOW)],
+)
+def test_a_token_of_each_row_by_the_paged_kernel(dtype, heads, limits, bound):
+    """More rows than a block of queries holds, of one column, of whole pages, and of all columns."""
+    seen = jnp.array([1, 5, 16, 17, 40, 48, 2, 31, 33, 1], jnp.int32)
+    q, leaf, table, by_xla = paged(10, limits, dtype, heads)
+    got, wanted = attend_table(q, leaf, table, seen, **limits), by_xla(seen)
+    assert got.dtype == wanted.dtype == dtype
+    np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=bound)
+
+
+@SLOW
+@pytest.mark.usefixtures("interpreted")
+def test_heads_and_rows_of_the_paged_kernel_over_devices():
+    """The engine's `shard_map` splits rows, the one around the kernel splits heads."""
+    mesh = make_mesh(ShardingConfig(data=2, tensor=2), jax.devices()[:4])
+    q, leaf, table, by_xla = paged(4, {})
+    seen = jnp.array([1, 20, 48, 33], jnp.int32)
+    attend = partial(attend_table, mesh=mesh)
+    split = jax.shard_map(
+        attend, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"), axis_names={"data"}, check_vma=False
+    )
+    specs = P("data"), P("data", None, "tensor", None), P("data"), P("data")
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((q, leaf, table % 6, seen), specs, strict=True)]
+    np.testing.assert_allclose(jax.jit(split)(*placed), by_xla(seen), atol=1e-5)
+    alone = make_mesh(ShardingConfig(tensor=2), jax.devices()[:2])
+    got = jax.jit(lambda *x: attend_table(*x, mesh=alone))(q, np.asarray(leaf), table, seen)
+    np.testing.assert_allclose(got, by_xla(seen), atol=1e-5)
+
+
+def test_what_the_kernel_does_not_take_is_refused_by_name():
+    model = replace(CONFIG, head_dim=128, compute_dtype="bfloat16")
+    for heads in (1, 2, 4, 8, 16, 24):
+        check_paged(replace(model, kv_heads=heads, heads=heads), "tpu")
+    check_paged(replace(model, kv_heads=8, heads=8), "tpu", tensor=8)
+    for change, platform, message in (
+        ({"head_dim": 64}, "tpu", "model.head_dim = 64: must be a multiple of 128"),
+        ({"kv_heads": 3, "heads": 3}, "tpu", r"= 3 over 1 devices: must be 1, 2 or 4 a device, or a multiple of 8"),
+        ({"compute_dtype": "float16"}, "tpu", "in float16: must be bfloat16 or float32"),
+        ({}, "cpu", "on cpu: the kernel is for TPUs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_paged(replace(model, **change), platform)
