@@ -1,6 +1,6 @@
-"""What the settings of kinds change: fixed groups, two steps of a method on them, and everything that comes out.
+"""What a method makes of fixed groups: requests of every wave, selections, rows, the state, the loss and its gradient.
 
-Observed are the requests of every wave, selections, training rows, the state, the loss and its gradient.
+So a setting shows its effect, and a kind whether it goes by verdicts, by rewards, or by the sign of a reward.
 """
 
 import dataclasses
@@ -12,16 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_roc_jax.method.compose import (
-    Scores,
-    initial_state,
-    next_state,
-    reference_sync,
-    resample_group,
-    subset,
-    teacher_of,
-    train_rows,
-)
+from grpo_roc_jax.method import compose
+from grpo_roc_jax.method.compose import Scores
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, next_wave
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -52,9 +44,10 @@ def kinds_of(package: str, axes: Mapping[str, type] = AXES) -> list[tuple[str, s
     ]
 
 
-def settings_of(package: str) -> list[tuple[str, str, str]]:
-    """(axis, kind, setting) of all settings of these kinds."""
-    return [(axis, kind, name) for axis, kind in kinds_of(package) for name in fields_of(AXES[axis].kinds[kind])]
+def settings_of(package: str) -> dict[tuple[str, str, str], typing.Any]:
+    """(axis, kind, setting) -> default of all settings of these kinds."""
+    fields = {(axis, kind): fields_of(AXES[axis].kinds[kind]) for axis, kind in kinds_of(package)}
+    return {(*pair, name): default_of(field) for pair, named in fields.items() for name, field in named.items()}
 
 
 def halved(rewards, features, state):
@@ -69,8 +62,7 @@ VALUES = {
     ("resample", "penalty_source"): "text_compat",
     ("resample", "drop"): "equal",
     ("resample", "positive_select"): "uniform",
-    ("resample", "min_positive"): 0,
-    ("resample", "min_negative"): 0,
+    **{("resample", name): 0 for name in ("min_positive", "min_negative")},
     ("advantage", "standardize"): False,
     ("advantage", "eps"): 0.5,
     ("advantage", "weights"): [1.0, 3.0],
@@ -84,15 +76,11 @@ VALUES = {
     ("surrogate", "level"): "sequence",
     ("advantage.adjust", "state"): "turn",
     ("surrogate", "kl"): "k2",
-    ("surrogate", "clip_low"): 0.01,
-    ("surrogate", "clip_high"): 0.01,
-    ("surrogate", "dual"): 1.01,
-    ("surrogate", "delta"): 1.01,
+    **{("surrogate", name): 0.01 for name in ("clip_low", "clip_high")},
+    **{("surrogate", name): 1.01 for name in ("dual", "delta", "high")},
     ("surrogate", "low"): 0.9,
-    ("surrogate", "high"): 1.01,
     ("surrogate", "share"): 0.5,
-    ("surrogate", "dppo", "low"): 0.01,
-    ("surrogate", "dppo", "high"): 0.01,
+    **{("surrogate", "dppo", name): 0.01 for name in ("low", "high")},
 }
 """Other values by axis and setting, where the one made from the type would be refused or change nothing."""
 CONTEXT = {
@@ -157,31 +145,28 @@ class KindCases:
         plain = {"scale": "none", "baseline": "none"} if axis == "shaping" else "group"
         return method(4, **({"resample": {"kind": "none", "drop": "none"}, "advantage": plain} | value))
 
-    def given(self):
-        """Makes the functions available that settings name."""
-        return given({"halved": halved, "doubled": doubled, "size": len} | dict(self.functions))
-
     def group(self, seed):
         return some_group(seed, self.conditions)
 
-    def without_success(self, group):
-        """The group as a method sees it that asks for a second wave."""
-        return failures(under(group, self.written))
+    def steps(self, config, groups, state, count):
+        """What the method makes of these groups in each step, and the state after it."""
+        rng, drift = np.random.default_rng(11), {group.problem.uid: 0.01 for group in groups}
+        functions = {"halved": halved, "doubled": doubled, "size": len} | dict(self.functions)
+        for _ in range(count):
+            with given(functions):
+                seen, trained = self.one_step(config, state, rng, groups)
+                state = compose.next_state([*groups[:3], failures(groups[3])], trained, config, state, drift)
+            yield seen, state
 
     def observed(self, config):
         """Digests of everything that a method makes of fixed groups: of the loss, and after each of two steps."""
         yield digest(gradient(config.surrogate))
-        rng, state = np.random.default_rng(11), initial_state(config)
-        uids = [self.group(i).problem.uid for i in range(4)]
-        columns = {"successes": [1, 7, 4, 2], "visits": [8] * 4, "level": [1, 2, 3, 0]}
-        table = state.table.put(uids, {name: np.array(column, np.float64) for name, column in columns.items()})
-        state = dataclasses.replace(state, table=table)
-        for _ in range(2):
-            with self.given():
-                *seen, (groups, trained) = self.one_step(config, state, rng, [self.group(i) for i in range(4)])
-                sampled, drift = [*groups[:2], failures(groups[2]), groups[3]], dict.fromkeys(uids, 0.01)
-                state = next_state(sampled, trained, config, state, drift)
-            yield digest(seen, state.to_tree())
+        groups, state = [self.group(i) for i in range(4)], compose.initial_state(config)
+        columns = {"successes": [1, 7, 4, 2], "visits": [8] * 4, "level": [1, 2, 0, 3]}
+        arrays = {name: np.array(column, np.float64) for name, column in columns.items()}
+        state = dataclasses.replace(state, table=state.table.put([group.problem.uid for group in groups], arrays))
+        for seen, after in self.steps(config, groups, state, 2):
+            yield digest(seen, after.to_tree())
 
     @functools.cache  # noqa: B019 (one value a file of tests)
     def base(self, axis, kind):
@@ -194,41 +179,51 @@ class KindCases:
         return any(new != other for new, other in zip(changed, self.base(axis, kind), strict=True))
 
     def one_step(self, config, state, rng, groups):
-        """What a method makes of these groups in one step; last, the groups and what selection kept of them."""
+        """(what a method makes of these groups in one step, what selection kept of them)."""
         plan, problems = config.plan, [group.problem for group in groups]
         seen = [choose_problems(problems, 2, plan, state, rng), prompt_suffix(config.shaping, state.step)]
         seen += [plan.temperature.all, plan.second.supervised_weight(state.step), plan.second.extra_rows]
-        seen += [
-            teacher_inputs(config, groups),
-            reference_sync(config),
-            plan.budget.largest(8, 4),
-            config.resample.sampled(4),
-            config.resample.quota_decided(3, 3, 2, 4),
-        ]
+        seen += [teacher_inputs(config, groups), compose.reference_sync(config), plan.budget.largest(8, 4)]
+        seen += [config.resample.sampled(4), config.resample.quota_decided(3, 3, 2, 4)]
         wave = Wave(problems, 8, state, rng)
         seen.append(first_wave(wave, plan))
-        lost = [self.without_success(group) if i % 2 else group for i, group in enumerate(groups)]
+        lost = [failures(under(group, self.written)) if i % 2 else group for i, group in enumerate(groups)]
         for number in range(1, 7):
             wave = dataclasses.replace(wave, number=number, groups=lost, notes={1: "x", 3: "y"}, thought=lambda t: 30)
             requests = next_wave(wave, plan)
-            seen.append(requests)
             merged = plan.second.merge(lost, requests, [groups[r.place] for r in requests])
-            seen.append([[t.sample for t in group.trajectories] + list(group.rewards) for group in merged])
+            seen += [requests, [[t.sample for t in group.trajectories] + list(group.rewards) for group in merged]]
         short = dataclasses.replace(groups[0], trajectories=groups[0].trajectories[:3], verdicts=groups[0].verdicts[:3])
         flat = [failures(groups[0]), make_group([1] * 8), make_group([1] + [0] * 7), make_group([0] + [1] * 7), short]
-        selections = [resample_group(group, config, rng) for group in (*groups, *flat)]
+        selections = [compose.resample_group(group, config, rng) for group in (*groups, *flat)]
         seen += [(s.indices, s.reasons, s.penalties) for s in selections]
-        trained = [subset(g, s) for g, s in zip(groups, selections, strict=False) if s.kept]
+        trained = [compose.subset(g, s) for g, s in zip(groups, selections, strict=False) if s.kept]
         trajectories, noise = [t for group in trained for t in group.trajectories], np.random.default_rng(13)
         scores = Scores(
             [(t.logprobs - 0.2 + noise.normal(0, 0.3, t.length)).astype(np.float32) for t in trajectories],
             [noise.random(t.length).astype(np.float32) for t in trajectories],
-            [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
-            [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
+            *(
+                [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories]
+                for _ in range(2)
+            ),
         )
-        rows = train_rows(trained, config, state, rng=rng, scores=scores)
-        seen += [[getattr(row, f.name) for f in dataclasses.fields(row)] for row in rows]
-        return [*seen, (groups, trained)]
+        rows = compose.train_rows(trained, config, state, rng=rng, scores=scores)
+        return [*seen, *([getattr(row, f.name) for f in dataclasses.fields(row)] for row in rows)], trained
+
+    def reads(self, axis, kind, **more):
+        """(whether other verdicts change what a method with this kind makes, whether a reward next to zero does)."""
+        config = self.made(axis, kind, **more)
+
+        def seen(right=RIGHT, paid=PAID):
+            groups = [judged(self.group(i), right[i], paid) for i in range(4)]
+            after = list(self.steps(config, groups, compose.initial_state(config), 3))
+            problems, state = [group.problem for group in groups], after[-1][1]
+            draws = [(count, np.random.default_rng(seed)) for count in (1, 2, 3) for seed in range(8)]
+            chosen = [choose_problems(problems, count, config.plan, state, rng) for count, rng in draws]
+            return pieces([[made, dict(state.memory)] for made, state in after] + chosen)
+
+        base, just_below = seen(), np.where(PAID == 1e-5, -1e-5, PAID)
+        return not near(base, seen(right=OTHER), 1e-9), not near(base, seen(paid=just_below), 1e-2)
 
 
 @functools.cache
@@ -252,22 +247,20 @@ def some_group(seed, conditions):
 
 def failures(group):
     """The group with all rollouts wrong."""
-    return dataclasses.replace(
-        group, verdicts=tuple(dataclasses.replace(v, status="wrong", reward=0.0) for v in group.verdicts)
-    )
+    verdicts = tuple(dataclasses.replace(v, status="wrong", reward=0.0) for v in group.verdicts)
+    return dataclasses.replace(group, verdicts=verdicts)
 
 
 def under(group, condition):
     """The group with its first rollout under a condition."""
     first, *rest = group.trajectories
-    return dataclasses.replace(
-        group, trajectories=(dataclasses.replace(first, condition=Condition.parse(condition)), *rest)
-    )
+    first = dataclasses.replace(first, condition=Condition.parse(condition))
+    return dataclasses.replace(group, trajectories=(first, *rest))
 
 
 def teacher_inputs(config, groups):
     """What a teacher is shown of each trajectory, or where it comes from."""
-    part = teacher_of(config)
+    part = compose.teacher_of(config)
     if part is None or not hasattr(part, "suffix"):
         return getattr(part, "path", None)
     return part.needs_reference, [[part.suffix(group, i) for i in range(group.size)] for group in groups]
@@ -291,3 +284,45 @@ def gradient(surrogate):
 
     value, slope = jax.jit(jax.value_and_grad(total))(ratio)
     return [np.asarray(value), np.asarray(slope), surrogate.clip_bounds, surrogate.scored_ratio]
+
+
+# ---- rewards that contradict their verdicts: wrong rollouts that were paid, and right ones that were not ------------
+
+RIGHT = np.array([[0, 0, 0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 1, 0, 1, 0], [0] * 8, [0, 1, 1, 0, 1, 0, 1, 1]], bool)
+OTHER = np.array([[1] * 8, [0] * 8, [1, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1, 0, 0]], bool)
+"""Two sets of verdicts on the rollouts of four groups."""
+PAID = np.array([0.0, 0.6, 1.4, 0.25, 1e-5, 0.9, 1e-5, 0.35])
+"""What the rollouts of each group earn: right ones nothing, and wrong ones up to 1.4."""
+
+
+def judged(group, right, paid):
+    """The group with these verdicts and rewards, whose rollouts say something."""
+    says = ("alpha 6 20", "beta 1 9")
+    turned = [
+        dataclasses.replace(t, turns=tuple(dataclasses.replace(turn, text=says[t.sample % 2]) for turn in t.turns))
+        for t in group.trajectories
+    ]
+    pairs = zip(group.verdicts, np.where(right, "correct", "wrong").tolist(), paid.tolist(), strict=True)
+    verdicts = tuple(dataclasses.replace(v, status=status, reward=p) for v, status, p in pairs)
+    return dataclasses.replace(group, trajectories=tuple(turned), verdicts=verdicts)
+
+
+def pieces(value):
+    """The arrays and the other values of a nested structure."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [piece for item in value for piece in pieces(item)]
+    return [np.asarray(value) if isinstance(value, np.ndarray | float | int | np.generic) else value]
+
+
+def near(first, second, atol):
+    """Whether two observations agree, in numbers up to `atol`."""
+    return len(first) == len(second) and all(
+        (a.shape == b.shape and np.allclose(a.astype(float), b.astype(float), rtol=1e-2, atol=atol, equal_nan=True))
+        if isinstance(a, np.ndarray) and a.dtype.kind in "biuf"
+        else np.array_equal(a, b)
+        for a, b in zip(first, second, strict=True)
+    )

@@ -19,7 +19,7 @@ from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.settings.cli import build
 from grpo_roc_jax.settings.layers import Layer
 from grpo_roc_jax.settings.options import settings
-from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, Trajectory, Turn, Verdict
 
 
 def make_trajectory(
@@ -29,63 +29,44 @@ def make_trajectory(
     total = prompt + length + observation
     mask = np.zeros(total, bool)
     mask[prompt : prompt + length] = True
-    values = np.zeros(total, np.float32)
+    values, ids = np.zeros(total, np.float32), np.arange(total, dtype=np.int32)
     values[mask] = -1.0 if logprobs is None else logprobs
-    ids = np.arange(total, dtype=np.int32)
     if tokens is not None:
         ids[mask] = tokens
-    turns = (Turn(prompt, prompt + length, "text"),)
-    return Trajectory(
-        ids,
-        mask,
-        values,
-        np.where(mask, 0, -1).astype(np.int32),
-        prompt,
-        turns,
-        stop,
-        sample,
-        condition=Condition.parse(condition),
-    )
+    turns, versions = (Turn(prompt, prompt + length, "text"),), np.where(mask, 0, -1).astype(np.int32)
+    parsed = Condition.parse(condition)
+    return Trajectory(ids, mask, values, versions, prompt, turns, stop, sample, condition=parsed)
 
 
-def make_verdict(reward, *, calls=1, errors=0, answers=1, well_formed=True, turns=2, channels=None):
-    return Verdict(
-        float(reward),
-        "correct" if reward > 0 else "wrong",
-        "1",
-        calls,
-        errors,
-        answers,
-        well_formed,
-        turns,
-        channels or {},
-    )
+def make_verdict(reward, *, calls=1, errors=0, answers=1, turns=2, channels=None, **more):
+    given = {"status": "correct" if reward > 0 else "wrong", "answer": "1", "well_formed": True} | more
+    counts = {"tool_calls": calls, "tool_errors": errors, "answers": answers, "turns": turns}
+    return Verdict(float(reward), channels=channels or {}, **counts, **given)
 
 
-def make_group(rewards, *, uid="p", lengths=None, calls=None, errors=None, answers=None, turns=None, **rows):
-    """A group with the given arrays; further keywords go to `make_trajectory`, one entry a trajectory."""
-    n = len(rewards)
+OF_VERDICTS = ("calls", "errors", "answers", "turns", "status", "answer")
 
-    def pick(values, i, default):
-        return default if values is None else values[i]
 
-    channels = rows.pop("channels", None)
-    trajectories = tuple(
-        make_trajectory(pick(lengths, i, 3), sample=i, **{name: values[i] for name, values in rows.items()})
-        for i in range(n)
-    )
-    verdicts = tuple(
-        make_verdict(
-            rewards[i],
-            calls=pick(calls, i, 1),
-            errors=pick(errors, i, 0),
-            answers=pick(answers, i, 1),
-            turns=pick(turns, i, 2),
-            channels=None if channels is None else {name: values[i] for name, values in channels.items()},
-        )
-        for i in range(n)
-    )
-    return Group(Problem(uid, "?", "1", "test"), trajectories, verdicts)
+def make_group(rewards, *, uid="p", problem=None, channels=None, **rows):
+    """A group with these arrays, an entry a trajectory: lengths, and what `make_verdict` or `make_trajectory` takes."""
+    trajectories, verdicts = [], []
+    for i, reward in enumerate(rewards):
+        row = {name: values[i] for name, values in rows.items()}
+        judged = {name: row.pop(name) for name in OF_VERDICTS if name in row}
+        judged["channels"] = {name: values[i] for name, values in (channels or {}).items()}
+        trajectories.append(make_trajectory(row.pop("lengths", 3), sample=i, **row))
+        verdicts.append(make_verdict(reward, **judged))
+    return Group(problem or Problem(uid, "?", "1", "test"), tuple(trajectories), tuple(verdicts))
+
+
+def other(group, *, verdicts=(), **columns):
+    """The group with other fields of its trajectories and of its verdicts, one entry each."""
+
+    def changed(items, columns):
+        each = ({name: values[i] for name, values in dict(columns).items()} for i in range(len(items)))
+        return tuple(replace(item, **fields) for item, fields in zip(items, each, strict=True))
+
+    return Group(group.problem, changed(group.trajectories, columns), changed(group.verdicts, verdicts))
 
 
 @settings
@@ -107,10 +88,12 @@ def method(size=4, **sections):
     return build(Sections, [Layer("test", {"group": {"size": size}} | sections)])
 
 
-def shaped(group, kind, state=None, **settings):
-    """Rewards of one group after one step."""
-    steps = method(shaping=[{"kind": kind, **settings}]).shaping
-    return shape_rewards([features(group)], steps, state or AlgoState())[0]
+def shaped(group, *steps, state=None, **settings):
+    """Rewards of a group, or of each group of a list, after these steps; `settings` are those of a single one."""
+    groups = group if isinstance(group, list) else [group]
+    chain = [{"kind": step, **settings} if settings else step for step in steps]
+    rewards = shape_rewards([features(each) for each in groups], method(shaping=chain).shaping, state or AlgoState())
+    return rewards if isinstance(group, list) else rewards[0]
 
 
 def batch_of(groups, *, state=None, rng=None, masks=(), **more):
@@ -121,10 +104,6 @@ def batch_of(groups, *, state=None, rng=None, masks=(), **more):
 
 def call(name="python"):
     return ToolCall(name, {}, "{}")
-
-
-def result(kind="ok", observation=""):
-    return ToolResult(kind, observation=observation)
 
 
 def close(actual, expected, atol=1e-5):
@@ -145,10 +124,8 @@ def waved(groups, number, plan, **more):
 
 def saying(group, *texts):
     """The group with these texts as the last turns of its trajectories."""
-    turned = [
-        replace(t, turns=(replace(t.turns[0], text=text),)) for t, text in zip(group.trajectories, texts, strict=True)
-    ]
-    return replace(group, trajectories=tuple(turned))
+    pairs = zip(group.trajectories, texts, strict=True)
+    return other(group, turns=[(replace(t.turns[0], text=text),) for t, text in pairs])
 
 
 def trajectories(groups):

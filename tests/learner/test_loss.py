@@ -1,6 +1,6 @@
 """Chunked log-probabilities against full ones, and the loss against hand-computed numbers."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,28 +11,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.config import read_config
-from grpo_roc_jax.learner.loss import (
-    MAX_LOGRATIO,
-    Head,
-    UpdateConfig,
-    batch_loss,
-    loss_metrics,
-    make_remat,
-    merge_sums,
-    policy_logprobs,
-    ratio_sums,
-    token_axes,
-    token_logprobs,
-)
-from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
+from grpo_roc_jax import BatchConfig, Clip, ConfigError, ModelConfig, read_config
+from grpo_roc_jax.learner import loss as losses
+from grpo_roc_jax.learner.loss import MAX_LOGRATIO, Head, UpdateConfig, batch_loss, policy_logprobs, token_logprobs
+from grpo_roc_jax.learner.pack import TrainBatch, pack, unpack
 from grpo_roc_jax.method.divergence import K1, K2, K3
-from grpo_roc_jax.method.surrogate import CappedClip, Cispo, Clip, Ratio, Surrogate
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.method.surrogate import CappedClip, Ratio, Surrogate
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
 from grpo_roc_jax.planner.hlo import parse_hlo
 from grpo_roc_jax.planner.hlo_cost import largest_gather
-from grpo_roc_jax.settings.cli import ConfigError
 from tests.helpers import reference
 from tests.helpers.loss_batch import loss_batch, micro_batches
 
@@ -81,18 +68,14 @@ def test_chunks_equal_full_logits_forward_and_backward(tied, head):
             np.testing.assert_allclose(a, b, atol=1e-5 * max(float(np.abs(b).max()), 1.0))
 
 
-def test_extreme_logits_stay_finite():
+def test_extreme_and_bfloat16_logits():
+    """bfloat16 inputs, float32 sums: as close to float64 as the rounding of the inputs allows, which is none here."""
     params, hidden, tokens, segment_ids = head_inputs(tied=True)
 
     def loss(h):
         return sum(x.sum() for x in token_logprobs(params, 1e4 * h, tokens, segment_ids, head=Head(8)))
 
-    value, grad = jax.jit(jax.value_and_grad(loss))(hidden)
-    assert np.isfinite(value) and np.isfinite(grad).all()
-
-
-def test_bfloat16_head_accumulates_in_float32():
-    """bfloat16 inputs, float32 sums: as close to float64 as the rounding of the inputs allows, which is none here."""
+    assert all(np.isfinite(x).all() for x in jax.jit(jax.value_and_grad(loss))(hidden))
     params, hidden, tokens, segment_ids = head_inputs(tied=True, dtype=jnp.bfloat16)
     logprobs, _ = jax.jit(partial(token_logprobs, head=Head(8)))(params, hidden, tokens, segment_ids)
     logits = np.asarray(hidden, np.float64) @ np.asarray(params["embed"], np.float64).T
@@ -112,10 +95,7 @@ def test_logits_of_the_batch_never_exist():
 
     chunked = temp_bytes(lambda *args: token_logprobs(*args, head=Head(1024)))
     assert chunked <= 0.1 * temp_bytes(lambda *args: full_logprobs(*args, 1.0))
-
-
-def test_a_chunk_of_the_vocabulary_is_cut_before_it_is_gathered():
-    """Without constraints XLA gathers the whole unembedding in every chunk, in both passes, and slices it after."""
+    # Without constraints XLA gathers the whole unembedding in every chunk, in both passes, and slices it after.
     mesh = make_mesh(ShardingConfig(fsdp=8))
     B, T, D, V, chunk = 8, 16, 32, 4096, 512
     rows = NamedSharding(mesh, P(ROWS))
@@ -137,12 +117,12 @@ F_OLD = np.array([[-1, -2, -1], [-1, -1, 0]], np.float32)
 F_NEW = np.array([[-0.7, -2.1, -1], [-1.2, -0.5, 0]], np.float32)
 F_REF = np.array([[-1, -2, -1.1], [-1, -0.8, 0]], np.float32)
 TOKEN_MEAN = np.full((2, 3), 1 / 5, np.float32)
-ROW_MEAN = np.array([[1 / 6] * 3, [1 / 4] * 3], np.float32)
 
 
-def fixture(weights=TOKEN_MEAN, **changes) -> TrainBatch:
+def fixture(**changes) -> TrainBatch:
+    """Its losses by hand are in `method/test_compose.py`."""
     fields = {"logprobs_old": F_OLD, "logprobs_ref": F_REF, "advantages": np.repeat(np.float32([[1], [-1]]), 3, axis=1)}
-    return loss_batch(F_MASK, weights=weights, **fields | changes)
+    return loss_batch(F_MASK, weights=TOKEN_MEAN, **fields | changes)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -154,24 +134,6 @@ def loss_at(surrogate, batch, logprobs=F_NEW):
 def slope_at(surrogate, batch, logprobs=F_NEW):
     """((loss, sums), gradient with respect to the log-probabilities)."""
     return jax.value_and_grad(lambda x: loss_at(surrogate, batch, x), has_aux=True)(jnp.asarray(logprobs))
-
-
-@pytest.mark.parametrize(
-    ("surrogate", "weights", "expected"),
-    [
-        (Clip(clip_high=0.2), TOKEN_MEAN, -0.127477),
-        (Clip(clip_high=0.2), ROW_MEAN, 0.099390),
-        (Clip(clip_high=0.28), TOKEN_MEAN, -0.143477),
-        (Cispo(), TOKEN_MEAN, 0.407645),
-        # The clipped loss plus 0.5 times the k3 divergence, whose token mean is 0.022610.
-        (Clip(clip_high=0.2, kl=K3(coef=0.5)), TOKEN_MEAN, -0.127477 + 0.5 * 0.022610),
-        # s = [1.068939, 1.161834]; the first clips at 1.0004.
-        (Clip(level="sequence", clip_low=3e-4, clip_high=4e-4), ROW_MEAN, 0.080717),
-    ],
-)
-def test_hand_computed_losses(surrogate, weights, expected):
-    segments = np.zeros((2, 3), np.int32)  # of surrogates that share a ratio
-    assert float(loss_at(surrogate, fixture(weights, ratio_segments=segments))[0]) == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize("shift", [np.float32([[0.5, -0.5, -0.1], [-0.5, 0.5, 0.1]]), np.zeros((2, 3), np.float32)])
@@ -200,28 +162,29 @@ def test_a_ratio_of_one_allows_one_step_on_the_newest_policy():
 
 def test_sums_by_hand():
     _, sums = loss_at(CappedClip(clip_high=0.28, dual=1.5), fixture())
-    twice = merge_sums(sums, sums)
+    twice = losses.merge_sums(sums, sums)
     assert twice["tokens"] == 10 and twice["gap_max"] == sums["gap_max"]
-    metrics = {name: float(number) for name, number in loss_metrics(sums).items()}
+    metrics = {name: float(number) for name, number in losses.loss_metrics(sums).items()}
     ratio = np.exp((F_NEW - F_OLD)[F_MASK].astype(np.float64))
     assert metrics["loss/policy_tokens"] == 5 and metrics["loss/entropy"] == pytest.approx(1.0)
     # 1.349859 > 1.28 with A > 0; no ratio below 0.8 with A < 0; 1.648721 > 1.5 with A < 0.
     assert metrics["loss/clip_fraction_high"] == pytest.approx(0.2)
     assert metrics["loss/clip_fraction_low"] == 0 and metrics["loss/clip_fraction_dual"] == pytest.approx(0.2)
-    assert metrics["loss/logprob_gap_max"] == pytest.approx(0.5) and metrics["loss/ratio_max"] == pytest.approx(
-        1.648721
-    )
+    assert metrics["loss/logprob_gap_max"] == pytest.approx(0.5)
+    assert metrics["loss/ratio_max"] == pytest.approx(1.648721)
     assert metrics["loss/logprob_gap_mean"] == pytest.approx((0.3 + 0.1 + 0 + 0.2 + 0.5) / 5)
     assert metrics["loss/kl_old_k1"] == pytest.approx(-(0.3 - 0.1 + 0 - 0.2 + 0.5) / 5)
     assert metrics["loss/kl_old_k3"] == pytest.approx((ratio - 1 - np.log(ratio)).mean(), rel=1e-4)
     assert metrics["loss/effective_sample_size"] == pytest.approx(ratio.sum() ** 2 / (5 * (ratio**2).sum()), rel=1e-5)
     assert metrics["loss/nll"] == pytest.approx(-F_NEW[F_MASK].mean()) and metrics["loss/weight"] == pytest.approx(1.0)
-
-
-def test_clip_low_counts_negative_advantages_only():
-    """Every ratio is 0.61: three tokens have a positive advantage, two a negative one."""
+    # Every ratio is 0.61: three tokens have a positive advantage, two a negative one.
     _, sums = loss_at(Clip(), fixture(), logprobs=F_OLD - np.float32(0.5))
     assert sums["clip_low"] == 2 and sums["clip_high"] == 0
+    # Ratios 1, at a bound of 1, and e, with negative advantages; a third one is masked out.
+    none, mask = jnp.zeros((1, 3), bool), jnp.array([[True, True, False]])
+    bounds = SimpleNamespace(clip_bounds=(0.2, 0.2, 1.0), clipped=lambda *_: (none, none))
+    sums = losses.ratio_sums(jnp.array([[0.0, 1.0, 1.0]]), jnp.full((1, 3), -1.0), jnp.zeros((1, 3)), mask, bounds)
+    assert sums["clip_dual"] == 1
 
 
 @pytest.mark.parametrize("kind", ["clip", "cispo", "sapo", "ratio", "logp"])
@@ -237,7 +200,7 @@ def test_masked_out_nan_changes_nothing(kind, level):
     batch = fixture()
     fields = ("logprobs_old", "advantages", "weights", "logprobs_ref")
     (value, _), slope = slope_at(surrogate, batch)
-    batch = dataclasses.replace(batch, **{name: poisoned(getattr(batch, name)) for name in fields})
+    batch = replace(batch, **{name: poisoned(getattr(batch, name)) for name in fields})
     (got_value, _), got_slope = slope_at(surrogate, batch, poisoned(F_NEW))
     np.testing.assert_array_equal(got_value, value)
     np.testing.assert_array_equal(got_slope, slope)
@@ -269,92 +232,58 @@ def test_a_token_far_from_the_reference_is_clamped_and_counted(gap):
     (near, _), plain = slope_at(Clip(), fixture())
     assert float(value) == pytest.approx(float(near) + 10 * TOKEN_MEAN[0, 0], rel=1e-5)
     np.testing.assert_allclose(slope, plain, atol=1e-6)
-    assert loss_metrics(sums)["loss/kl_clamped_fraction"] == pytest.approx(1 / 5)
+    assert losses.loss_metrics(sums)["loss/kl_clamped_fraction"] == pytest.approx(1 / 5)
     for kl in (K1(coef=1.0), K2(coef=1.0), K3(coef=1.0)):
         assert apart(Clip(kl=kl), 2.6)[0][1]["kl_clamped"] == 0
 
 
-def test_a_ratio_at_the_dual_bound_does_not_count_as_clipped():
-    """Ratios 1, at a bound of 1, and e, with negative advantages; a third one is masked out."""
-    none, mask = jnp.zeros((1, 3), bool), jnp.array([[True, True, False]])
-    bounds = SimpleNamespace(clip_bounds=(0.2, 0.2, 1.0), clipped=lambda *_: (none, none))
-    sums = ratio_sums(jnp.array([[0.0, 1.0, 1.0]]), jnp.full((1, 3), -1.0), jnp.zeros((1, 3)), mask, bounds)
-    assert sums["clip_dual"] == 1
-
-
 def test_what_the_backward_pass_recomputes():
     """Every layer's body, and within a scan without a barrier against merging equal expressions."""
-    assert make_remat("none") is None
-    full, alone = make_remat("full").keywords, make_remat("full", scanned=False).keywords
+    assert losses.make_remat("none") is None
+    full, alone = losses.make_remat("full").keywords, losses.make_remat("full", scanned=False).keywords
     assert full == {"policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": False}
     assert alone == full | {"prevent_cse": True}
-    assert make_remat("attention").keywords["policy"] is not jax.checkpoint_policies.nothing_saveable
-
-
-def test_tokens_are_split_over_tensor_where_they_divide():
+    assert losses.make_remat("attention").keywords["policy"] is not jax.checkpoint_policies.nothing_saveable
+    # Tokens are split over `tensor` where they divide.
     mesh = SimpleNamespace(shape={"sequence": 2, "tensor": 3})
-    assert [token_axes(mesh, n) for n in (12, 8)] == [("sequence", "tensor"), ("sequence",)]
-    assert token_axes(None, 12) == ("sequence",)
+    assert [losses.token_axes(mesh, n) for n in (12, 8)] == [("sequence", "tensor"), ("sequence",)]
+    assert losses.token_axes(None, 12) == ("sequence",)
 
 
 # ---- the whole forward ---------------------------------------------------------------------------------------------
 
 MODEL = ModelConfig(d_model=24, layers=2, heads=4, kv_heads=2, head_dim=6, d_ff=40, vocab_size=V)
+ROWS_GIVEN = reference.random_rows([5, 11, 2, 16, 9, 1, 13], V)
 
 
 @partial(jax.jit, static_argnums=2)
-def run(params, batch, update):
-    return policy_logprobs(params, batch, MODEL, update, 0.8)
-
-
-def scored(rows, config, update=UpdateConfig()):  # noqa: B008
-    params = reference.random_params(MODEL)
-    batch, placement = pack(rows, config, 20)
-    outputs = zip(*(run(params, part, update) for part in micro_batches(batch)), strict=True)
-    return params, [unpack(np.stack(x), placement) for x in outputs]
-
-
-LENGTHS = [5, 11, 2, 16, 9, 1, 13]
-
-
-def test_packed_equals_one_row_each_equals_loops():
-    rows = reference.random_rows(LENGTHS, V)
-    params, (packed, packed_entropy) = scored(rows, BatchConfig(row_length=32, rows=2))
-    _, (alone, _) = scored(rows, BatchConfig(row_length=16, rows=1))
-    for row, *got in zip(rows, packed, packed_entropy, alone, strict=True):
-        logits = reference.logits(params, row.tokens, MODEL)
-        wanted, wanted_entropy = reference.token_logprobs(logits, row.tokens, 0.8)
-        np.testing.assert_allclose(got[0], wanted, atol=1e-5)
-        np.testing.assert_allclose(got[1], wanted_entropy, atol=1e-5)
-        np.testing.assert_allclose(got[2], got[0], atol=1e-5)
-
-
-def test_the_temperature_is_one_unless_given():
-    model = dataclasses.replace(MODEL, layers=1)
-    (row,), params = reference.random_rows([4], V), reference.random_params(model)
-    (batch,) = micro_batches(pack([row], BatchConfig(4, 1), 1)[0])
-    logprobs = jax.jit(lambda params, batch: policy_logprobs(params, batch, model, UpdateConfig())[0])(params, batch)
-    expected, _ = reference.token_logprobs(reference.logits(params, row.tokens, model), row.tokens, 1.0)
-    np.testing.assert_allclose(logprobs[0], expected, atol=1e-5)
+def run(params, batch, update=UpdateConfig()):  # noqa: B008
+    return policy_logprobs(params, batch, MODEL, update)
 
 
 @pytest.mark.parametrize("attention", ["reference", "blocked"])
 def test_no_leak_between_trajectories_to_the_bit(attention):
     """Changing the tokens of one trajectory leaves the log-probabilities of its neighbors bit-equal."""
-    rows = reference.random_rows(LENGTHS, V)
-    config, update = BatchConfig(row_length=64, rows=1), UpdateConfig(attention=attention)
-    _, (before, _) = scored(rows, config, update)
-    touched = dataclasses.replace(rows[3], tokens=(rows[3].tokens + 1) % V)
-    _, (after, _) = scored([*rows[:3], touched, *rows[4:]], config, update)
-    for n in range(len(rows)):
-        assert np.array_equal(before[n], after[n]) == (n != 3)
+
+    def scored(rows):
+        batch, placement = pack(rows, BatchConfig(row_length=64, rows=1), 1)
+        (part,) = micro_batches(batch)
+        return unpack(run(reference.random_params(MODEL), part, UpdateConfig(attention=attention))[0][None], placement)
+
+    touched = replace(ROWS_GIVEN[3], tokens=(ROWS_GIVEN[3].tokens + 1) % V)
+    before, after = scored(ROWS_GIVEN), scored([*ROWS_GIVEN[:3], touched, *ROWS_GIVEN[4:]])
+    assert [np.array_equal(*pair) for pair in zip(before, after, strict=True)] == [n != 3 for n in range(7)]
 
 
 def test_padding_tokens_do_not_matter():
-    """Every log-probability is bit-equal for any id in the padding, the end-of-text id included."""
-    rows = reference.random_rows(LENGTHS, V)
+    """Every log-probability is bit-equal for any id in the padding. The temperature is 1 unless given."""
     params = reference.random_params(MODEL)
-    micro = micro_batches(pack(rows, BatchConfig(row_length=32, rows=2), 5)[0])[0]
-    other = dataclasses.replace(micro, tokens=np.where(micro.segment_ids > 0, micro.tokens, V - 1))
-    for a, b in zip(run(params, micro, UpdateConfig()), run(params, other, UpdateConfig()), strict=True):
+    batch, placement = pack(ROWS_GIVEN, BatchConfig(row_length=64, rows=1), 1)
+    (micro,) = micro_batches(batch)
+    other = replace(micro, tokens=np.where(micro.segment_ids > 0, micro.tokens, V - 1))
+    outputs = [run(params, part) for part in (micro, other)]
+    for a, b in zip(*outputs, strict=True):
         np.testing.assert_array_equal(a, b)
+    for row, *got in zip(ROWS_GIVEN, *(unpack(np.asarray(x)[None], placement) for x in outputs[0]), strict=True):
+        expected = reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, 1.0)
+        np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -7,17 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_roc_jax.learner.pack import (
-    BatchConfig,
-    OneUpdate,
-    SeveralUpdates,
-    first_fit_decreasing,
-    halved,
-    pack,
-    rows_per_micro_batch,
-    unpack,
-    worst_case_micro_batches,
-)
+from grpo_roc_jax.learner import pack as layouts
+from grpo_roc_jax.learner.pack import BatchConfig, pack, rows_per_micro_batch, unpack, worst_case_micro_batches
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
 from tests.helpers import reference
 
@@ -39,6 +30,42 @@ def test_layout_by_hand():
     assert pack_lengths([1], BatchConfig(row_length=1, rows=1))[2].fill == 1.0
     assert placement.row.tolist() == [1, 0, 0, 1] and placement.offset.tolist() == [11, 0, 12, 0]
     np.testing.assert_array_equal(batch.ratio_segments[0, 1], np.arange(16))
+    # Rows of 16 hold three trajectories of up to 5 tokens; 2 rows make a micro-batch, and there is at least one.
+    assert [worst_case_micro_batches(n, 5, CONFIG) for n in (0, 1, 6, 7, 13)] == [1, 1, 1, 2, 3]
+    narrow = BatchConfig(row_length=16, rows=1)
+    assert [worst_case_micro_batches(3, 16, narrow, *shards) for shards in ((), (1,), (2,))] == [3, 3, 2]
+    _, batch, placement = pack_lengths([9] * 7)  # just over half a row: one each, so the bound is attained
+    assert placement.rows_used == 7 and batch.tokens.shape[0] == batch.count == 4
+    assert rows_per_micro_batch(BatchConfig(rows=5), 4) == 8
+    assert (BatchConfig().row_length, rows_per_micro_batch(BatchConfig(), 1)) == (512, 8), "4096 tokens by default"
+    rows = reference.random_rows([16, 15, 14], 50)
+    batch, _ = pack(rows, CONFIG, 2, temperature=1.0)
+    more = layouts.halved(batch)
+    assert more.tokens.shape == (4, 1, 16) and more.count == 4 and more.count.dtype == batch.count.dtype
+    np.testing.assert_array_equal(more.tokens[:3, 0, :14], [row.tokens[:14] for row in rows])
+    for name, leaf in vars(more).items():
+        if name != "count" and leaf is not None:
+            np.testing.assert_array_equal(leaf.reshape(2, 2, 16), getattr(batch, name))
+    # Tokens of other rows and padding keep a value without effect; fields that no row has are absent. Parts of a row
+    # are segments of their own, and equal numbers of ratio segments in two trajectories name different ones.
+    plain, full = reference.random_rows([3, 4], 50)
+    routes = np.arange(24).reshape(4, 3, 2)
+    full = dataclasses.replace(full, marked=np.ones(4, bool), entropy_coefficient=0.5, routes=routes)
+    full = dataclasses.replace(full, temperature=0.5, parts=(3, 1), ratio_segments=[0] * 4, weights=[0] * 4)
+    batch, _ = pack([plain, full], BatchConfig(row_length=8, rows=1), 1, 1, temperature=0.75)
+    for name, expected in {
+        "marked": [True] * 4 + [False] * 4,
+        "entropy_coefficients": [0.5] * 4 + [0.0] * 4,
+        "routes": [*routes, *np.full((4, 3, 2), -1)],
+        "temperatures": [0.5] * 4 + [0.75] * 3 + [1.0],
+        "segment_ids": [1, 1, 1, 2, 3, 3, 3, 0],
+        "positions": [0, 1, 2, 0, 0, 1, 2, 0],
+        "ratio_segments": [0, 0, 0, 0, 4, 5, 6, 0],
+    }.items():
+        np.testing.assert_array_equal(getattr(batch, name)[0, 0], expected, name)
+    assert batch.marked.dtype == bool and batch.routes.dtype == np.int16
+    bare, _ = pack([plain], CONFIG, 1)
+    assert all(leaf is None for leaf in (bare.marked, bare.entropy_coefficients, bare.routes, bare.temperatures))
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,64 +89,11 @@ def test_every_trajectory_comes_back_and_the_bound_holds(lengths, rows_per_batch
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=40))
 def test_same_rows_as_the_textbook(lengths):
-    row, offset, used = first_fit_decreasing(np.array(lengths), 16)
+    row, offset, used = layouts.first_fit_decreasing(np.array(lengths), 16)
     expected = reference.first_fit_decreasing(lengths, 16)
     assert used == len(expected)
     for number, members in enumerate(expected):
         assert [i for i in np.argsort(offset) if row[i] == number] == members
-
-
-def test_numbers_of_micro_batches_by_hand():
-    """Rows of 16 hold three trajectories of up to 5 tokens; 2 rows make a micro-batch, and there is at least one."""
-    assert [worst_case_micro_batches(n, 5, CONFIG) for n in (0, 1, 6, 7, 13)] == [1, 1, 1, 2, 3]
-    narrow = BatchConfig(row_length=16, rows=1)
-    assert [worst_case_micro_batches(3, 16, narrow, *shards) for shards in ((), (1,), (2,))] == [3, 3, 2]
-    _, batch, placement = pack_lengths([9] * 7)  # just over half a row: one each, so the bound is attained
-    assert placement.rows_used == 7 and batch.tokens.shape[0] == batch.count == 4
-    assert rows_per_micro_batch(BatchConfig(rows=5), 4) == 8
-    assert (BatchConfig().row_length, rows_per_micro_batch(BatchConfig(), 1)) == (512, 8), "4096 tokens by default"
-
-
-def test_halved_micro_batches_hold_the_same_rows():
-    rows = reference.random_rows([16, 15, 14], 50)
-    batch, _ = pack(rows, CONFIG, 2, temperature=1.0)
-    more = halved(batch)
-    assert more.tokens.shape == (4, 1, 16) and more.count == 4 and more.count.dtype == batch.count.dtype
-    np.testing.assert_array_equal(more.tokens[:3, 0, :14], [row.tokens[:14] for row in rows])
-    for name, leaf in vars(more).items():
-        if name != "count" and leaf is not None:
-            np.testing.assert_array_equal(leaf.reshape(2, 2, 16), getattr(batch, name))
-
-
-def test_fields_that_only_some_rows_have():
-    """Tokens of other rows and padding keep a value without effect; fields that no row has are absent. Parts of a row
-    are segments of their own, and equal numbers of ratio segments in two trajectories name different ones."""
-    plain, full = reference.random_rows([3, 4], 50)
-    routes = np.arange(24).reshape(4, 3, 2)
-    full = dataclasses.replace(full, marked=np.ones(4, bool), entropy_coefficient=0.5, routes=routes)
-    full = dataclasses.replace(full, temperature=0.5, parts=(3, 1), ratio_segments=[0] * 4, weights=[0] * 4)
-    batch, _ = pack([plain, full], BatchConfig(row_length=8, rows=1), 1, 1, temperature=0.75)
-    for name, expected in {
-        "marked": [True] * 4 + [False] * 4,
-        "entropy_coefficients": [0.5] * 4 + [0.0] * 4,
-        "routes": [*routes, *np.full((4, 3, 2), -1)],
-        "temperatures": [0.5] * 4 + [0.75] * 3 + [1.0],
-        "segment_ids": [1, 1, 1, 2, 3, 3, 3, 0],
-        "positions": [0, 1, 2, 0, 0, 1, 2, 0],
-        "ratio_segments": [0, 0, 0, 0, 4, 5, 6, 0],
-    }.items():
-        np.testing.assert_array_equal(getattr(batch, name)[0, 0], expected, name)
-    assert batch.marked.dtype == bool and batch.routes.dtype == np.int16
-    bare, _ = pack([plain], CONFIG, 1)
-    assert all(leaf is None for leaf in (bare.marked, bare.entropy_coefficients, bare.routes, bare.temperatures))
-
-
-def test_a_plain_number_of_updates_is_that_many_parts():
-    for number in (1, "1"):
-        assert BatchConfig(updates=number).updates == OneUpdate()
-    assert BatchConfig(updates=3).updates == SeveralUpdates(parts=3)
-    assert BatchConfig(updates={"kind": "several", "parts": 2, "epochs": 3}).updates.total == 6
-    assert BatchConfig().updates.total == OneUpdate().total == 1
 
 
 def test_refusals_name_the_numbers():
@@ -136,3 +110,8 @@ def test_refusals_name_the_numbers():
     ]:
         with pytest.raises(ValueError, match=message):
             refused()
+    for number in (1, "1"):
+        assert BatchConfig(updates=number).updates == layouts.OneUpdate()
+    assert BatchConfig(updates=3).updates == layouts.SeveralUpdates(parts=3)
+    assert BatchConfig(updates={"kind": "several", "parts": 2, "epochs": 3}).updates.total == 6
+    assert BatchConfig().updates.total == layouts.OneUpdate().total == 1

@@ -1,8 +1,8 @@
 """One optimizer step: equal on every layout and mesh, compiled once, skipped if something is not finite."""
 
-import dataclasses
 import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +10,19 @@ import numpy as np
 import optax
 import pytest
 
+from grpo_roc_jax import BatchConfig, Clip, Learner, ModelConfig, OptimConfig, init_params
 from grpo_roc_jax.checks import check_params
 from grpo_roc_jax.engine.publish import unstack
-from grpo_roc_jax.learner.learner import Learner
+from grpo_roc_jax.learner import update as steps
 from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, policy_logprobs
-from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack, worst_case_micro_batches
-from grpo_roc_jax.learner.update import (
-    CosineDecay,
-    LinearDecay,
-    OptimConfig,
-    accumulate,
-    init_train_state,
-    make_optimizer,
-    make_schedule,
-    make_score,
-    make_update_step,
-    start_train_state,
-)
+from grpo_roc_jax.learner.pack import pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update_parts import make_update_parts
 from grpo_roc_jax.method.divergence import K3
-from grpo_roc_jax.method.surrogate import Clip, NegativeLogLikelihood, Surrogate
-from grpo_roc_jax.model.config import Mixture, ModelConfig, SomeExtras
+from grpo_roc_jax.method.surrogate import Surrogate
+from grpo_roc_jax.model.config import Mixture, SomeExtras
 from grpo_roc_jax.model.lora import LowRank, attach, init_adapter
 from grpo_roc_jax.model.low_precision import quantized_layer
-from grpo_roc_jax.model.sharding import (
-    ShardingConfig,
-    make_mesh,
-    param_shardings,
-    row_shards,
-    shard_batch,
-)
-from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings, row_shards, shard_batch
 from grpo_roc_jax.planner.hlo import arrays, device_groups, parse_hlo
 from grpo_roc_jax.record.metrics import CompilationCounter
 from tests.helpers import reference
@@ -73,7 +55,7 @@ def params_of(model=MODEL):
 
 
 def state_on(axes=ONE, optim=OPTIM):
-    return start_train_state(params_of(), MODEL, optim, mesh_of(axes))
+    return steps.start_train_state(params_of(), MODEL, optim, mesh_of(axes))
 
 
 def batch_on(axes, rows, config=BATCH, **given):
@@ -97,7 +79,7 @@ def gradient_of(axes, model, loss, update):
         return batch_loss(*policy_logprobs(params, rows, model, update, HEAT, mesh), rows, loss)
 
     gradient = jax.value_and_grad(loss_of, has_aux=True)
-    return jax.jit(lambda p, b: accumulate(gradient, p, b, param_shardings(model, mesh), mesh))
+    return jax.jit(lambda p, b: steps.accumulate(gradient, p, b, param_shardings(model, mesh), mesh))
 
 
 def gradients(rows, axes=ONE, config=BATCH, model=MODEL, loss=LOSS, update=UPDATE, **given):
@@ -131,10 +113,7 @@ def wanted(rows):
     "config",
     [
         BatchConfig(16, 1),
-        pytest.param(BatchConfig(128, 5), marks=pytest.mark.slow),
-        pytest.param(BatchConfig(16, 13), marks=pytest.mark.slow),
-        pytest.param(BatchConfig(16, 3), marks=pytest.mark.slow),
-        pytest.param(BatchConfig(32, 1), marks=pytest.mark.slow),
+        *(pytest.param(BatchConfig(*size), marks=pytest.mark.slow) for size in ((128, 5), (16, 13), (16, 3), (32, 1))),
     ],
     ids=lambda config: f"T{config.row_length}R{config.rows}",
 )
@@ -145,7 +124,7 @@ def test_gradients_do_not_depend_on_packing_or_micro_batches(rows, wanted, confi
 @pytest.mark.parametrize("axes", [pytest.param((4, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_gradients_are_added_over_data_once_a_step_in_float32(rows, axes):
     """Left to XLA, every micro-batch adds them, in the compute dtype."""
-    model, mesh = dataclasses.replace(MODEL, compute_dtype="bfloat16"), mesh_of(axes)
+    model, mesh = replace(MODEL, compute_dtype="bfloat16"), mesh_of(axes)
     params = jax.device_put(params_of(model), param_shardings(model, mesh))
     compiled = gradient_of(axes, model, LOSS, UPDATE).lower(params, batch_on(axes, rows)[0]).compile()
     program = parse_hlo(compiled.as_text())
@@ -169,27 +148,24 @@ def test_nan_under_the_mask_reaches_no_device_of_a_row(rows, wanted):
         return np.where(row.policy_mask, getattr(row, name), np.nan).astype(np.float32)
 
     fields = ("logprobs_old", "advantages", "weights", "logprobs_ref")
-    poisoned = [dataclasses.replace(row, **{name: poison(row, name) for name in fields}) for row in rows]
+    poisoned = [replace(row, **{name: poison(row, name) for name in fields}) for row in rows]
     assert_close(gradients(poisoned, (1, 2, 2, 2)), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", MESHES + MIXED, ids=str)
-@pytest.mark.parametrize("count", [13, 7, 1])
-def test_gradients_equal_on_every_mesh(axes, count):
-    rows = reference.random_rows(LENGTHS[:count], 40)
-    assert_close(gradients(rows, axes), gradients(rows))
+OTHERS = [{"kv_heads": 4}, {"tie_embeddings": False}, {"qkv_bias": True, "qk_norm": True}, UNUSUAL, EXPERTS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{"kv_heads": 4}, {"tie_embeddings": False}, {"qkv_bias": True, "qk_norm": True}, UNUSUAL, EXPERTS],
-    ids=["more groups", "untied", "biases", "unusual", "experts"],
+    ("axes", "count", "options"),
+    [
+        *itertools.product(MESHES + MIXED, (13, 7, 1), [{}]),
+        *itertools.product([(2, 2, 2), (1, 2, 4), (8, 1, 1)], [13], OTHERS),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str)
-def test_gradients_equal_for_other_models(rows, options, axes):
-    model = dataclasses.replace(MODEL, **options)
+def test_gradients_equal_on_every_mesh(axes, count, options):
+    rows, model = reference.random_rows(LENGTHS[:count], 40), replace(MODEL, **options)
     assert_close(gradients(rows, axes, model=model), gradients(rows, model=model))
 
 
@@ -200,7 +176,7 @@ def test_gradients_equal_for_other_models(rows, options, axes):
 )
 def test_gradients_equal_for_other_losses(rows, kind, level):
     if level == "sequence":
-        rows = [dataclasses.replace(row, ratio_segments=np.zeros(row.length, np.int32)) for row in rows]
+        rows = [replace(row, ratio_segments=np.zeros(row.length, np.int32)) for row in rows]
     loss = Surrogate.read({"kind": kind} | ({} if kind == "logp" else {"level": level}))
     base = gradients(rows, loss=loss, config=BatchConfig(16, 1))
     for axes, config in (((2, 2, 2), BATCH), (ONE, BatchConfig(64, 3))):
@@ -212,9 +188,10 @@ def test_gradients_equal_for_other_losses(rows, kind, level):
     [
         UpdateConfig(attention="blocked", remat="none"),
         UpdateConfig(remat="none", vocab_chunk=40),  # all logits kept
-        pytest.param(UpdateConfig(remat="none", vocab_chunk=16), marks=pytest.mark.slow),
-        pytest.param(UpdateConfig(remat="full", vocab_chunk=16), marks=pytest.mark.slow),
-        pytest.param(UpdateConfig(attention="blocked", vocab_chunk=16), marks=pytest.mark.slow),
+        *(
+            pytest.param(UpdateConfig(vocab_chunk=16, **more), marks=pytest.mark.slow)
+            for more in ({"remat": "none"}, {"remat": "full"}, {"attention": "blocked"})
+        ),
     ],
     ids=str,
 )
@@ -224,9 +201,8 @@ def test_gradients_do_not_depend_on_how_memory_is_used(rows, wanted, update):
 
 def test_loss_equals_loops(rows):
     params = params_of()
-    current = [
-        reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, HEAT)[0] for row in rows
-    ]
+    logits = [reference.logits(params, row.tokens, MODEL) for row in rows]
+    current = [reference.token_logprobs(x, row.tokens, HEAT)[0] for x, row in zip(logits, rows, strict=True)]
     apart = [np.where(row.policy_mask, row.logprobs_ref - now, 0) for row, now in zip(rows, current, strict=True)]
     estimates = [np.minimum(np.exp(d) - d - 1, K3.ceiling) for d in apart]
     divergence = sum((row.weights * estimate).sum() for row, estimate in zip(rows, estimates, strict=True))
@@ -236,7 +212,7 @@ def test_loss_equals_loops(rows):
 
 def test_observations_and_prompts_receive_no_gradient(rows):
     """A row without policy tokens adds nothing, whatever its advantages."""
-    silent = dataclasses.replace(rows[3], policy_mask=np.zeros(16, bool), weights=np.full(16, 9.0, np.float32))
+    silent = replace(rows[3], policy_mask=np.zeros(16, bool), weights=np.full(16, 9.0, np.float32))
     assert_close(gradients([*rows, silent]), gradients(rows), tolerance=1e-6)
 
 
@@ -245,7 +221,7 @@ def test_observations_and_prompts_receive_no_gradient(rows):
 
 @functools.cache
 def step_of(axes=ONE, loss=LOSS, optim=OPTIM):
-    return make_update_step(MODEL, loss, optim, UPDATE, mesh_of(axes), temperature=HEAT)
+    return steps.make_update_step(MODEL, loss, optim, UPDATE, mesh_of(axes), temperature=HEAT)
 
 
 def copy(tree):
@@ -254,16 +230,15 @@ def copy(tree):
 
 @pytest.mark.parametrize("axes", [pytest.param(ONE, marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_second_step_compiles_and_transfers_nothing(rows, axes):
-    """Also with another number of micro-batches in use, and under the guard from the first call. The state is donated
-    and stays in place."""
+    """Also with another number of micro-batches in use. The state is donated and stays in place."""
     state, step = state_on(axes), step_of(axes)
-    batches = [batch_on(axes, rows[:n]) for n in (13, 1)]
-    assert batches[0][1].count > batches[1][1].count or axes != ONE
-    on_mesh, donated = [batch for batch, _ in batches], state.params
+    (one, placed), (other, placed_alone) = (batch_on(axes, rows[:n]) for n in (13, 1))
+    assert placed.count > placed_alone.count or axes != ONE
+    donated = state.params
     with jax.transfer_guard("disallow"):
-        state, first = step(state, on_mesh[0])
+        state, first = step(state, one)
         with CompilationCounter() as compilations:
-            state, second = step(state, on_mesh[1])
+            state, second = step(state, other)
     assert compilations.count == 0 and all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
     assert float(first["update/skipped"]) == float(second["update/skipped"]) == 0 and int(state.step) == 2
     shardings = param_shardings(MODEL, mesh_of(axes))
@@ -278,12 +253,7 @@ def test_other_programs_run_between_the_micro_batches_of_an_update_in_parts(rows
     batch, _ = batch_on(ONE, rows)
     empty, _ = batch_on(ONE, [])
     trace = []
-
-    def add(*given):
-        trace.append("micro-batch")
-        return parts.add(*given)
-
-    logged = dataclasses.replace(parts, add=add)
+    logged = replace(parts, add=lambda *given: trace.append("micro-batch") or parts.add(*given))
     with jax.transfer_guard("disallow"):
         again, skipped = logged(again, empty, between=lambda: None)
         trace.clear()
@@ -301,14 +271,13 @@ def test_other_programs_run_between_the_micro_batches_of_an_update_in_parts(rows
 
 def test_initial_state_is_equal_on_every_mesh():
     """Also to the parameters drawn without a mesh. Moments lie like their parameters."""
-    state = init_train_state(jax.random.key(3), MODEL, OPTIM, mesh_of((2, 2, 2)))
+    state = steps.init_train_state(jax.random.key(3), MODEL, OPTIM, mesh_of((2, 2, 2)))
     drawn = jax.jit(functools.partial(init_params, config=MODEL))(jax.random.key(3))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), copy(state.params), copy(drawn))
-    adam = optax.tree.get_all_with_path(state.opt_state, "mu") + optax.tree.get_all_with_path(state.opt_state, "nu")
-    assert len(adam) == 2
-    for _, moments in adam:
-        jax.tree.map(lambda p, m: np.testing.assert_equal(m.sharding, p.sharding), state.params, moments)
-    wq = adam[0][1]["layers"]["wq"]
+    moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
+    for tree in moments:
+        jax.tree.map(lambda p, m: np.testing.assert_equal(m.sharding, p.sharding), state.params, tree)
+    wq = moments[0]["layers"]["wq"]
     assert wq.addressable_shards[0].data.size == wq.size // 4
 
 
@@ -320,12 +289,10 @@ def test_initial_state_is_equal_on_every_mesh():
         (lambda: learner_of(heads=4, kv_heads=4, head_dim=8), r"layers/w\w is \(2, 16, 8, 4\) in params and"),
         (lambda: learner_of(tie_embeddings=not MODEL.tie_embeddings), "unembed is .*absent"),
         (lambda: Learner(MODEL, params=params_of(), base=params_of(), lora=LORA), "lora_a is absent in params"),
-        (lambda: start_train_state(None, MODEL, OPTIM, mesh_of()), "params is None .*; must be the parameters"),
+        (lambda: steps.start_train_state(None, MODEL, OPTIM, mesh_of()), "params is None .*; must be the parameters"),
         (lambda: Learner(MODEL, "clip"), r"surrogate is 'clip' \(str\); must be a Surrogate, such as Clip\(\)"),
-        (lambda: Learner(MODEL, Clip), r"surrogate is the class Clip; must be a Surrogate, such as Clip\(\)"),
         (lambda: Learner(params_of(), MODEL), "model is of type dict; must be a ModelConfig"),
         (lambda: learner_of().update(reference.random_rows([3], 40)[0]), "rows is of type TrainRow; must be a list"),
-        (lambda: learner_of().score(reference.random_rows([3], 40)[0]), "rows is of type TrainRow; must be a list"),
     ],
 )
 def test_what_belongs_to_another_model_is_refused_and_so_are_other_types(refused, message):
@@ -337,10 +304,10 @@ LORA = LowRank(rank=2)
 
 
 def learner_of(**changes):
-    return Learner(dataclasses.replace(MODEL, **changes), mesh=mesh_of(), params=params_of())
+    return Learner(replace(MODEL, **changes), mesh=mesh_of(), params=params_of())
 
 
-@pytest.mark.parametrize("model", [MODEL, dataclasses.replace(MODEL, **UNUSUAL), dataclasses.replace(MODEL, **EXPERTS)])
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, **UNUSUAL), replace(MODEL, **EXPERTS)])
 def test_parameters_fit_their_model_in_every_layout(model):
     """Layers stacked or a tuple, with pairs beside their matrices, matrices in fewer bits."""
     stacked, lora = params_of(model), LowRank(rank=2, targets=("q_proj", "o_proj"))
@@ -375,7 +342,7 @@ def test_a_nan_leaves_the_state_bit_identical_and_the_run_goes_on(rows, field):
 def test_step_equals_optax_by_hand(rows):
     """One step of clipping and AdamW on gradients taken outside the step, from a copy of the given parameters."""
     state, step = state_on(), step_of()
-    optimizer = make_optimizer(OPTIM)
+    optimizer = steps.make_optimizer(OPTIM)
     params = copy(state.params)
     opt_state = jax.jit(optimizer.init)(params)
     value, grads = gradients(rows)
@@ -392,6 +359,12 @@ def test_step_equals_optax_by_hand(rows):
     w, g = params["layers"]["wq"], grads["layers"]["wq"] * 0.01 / norm
     by_hand = w - 0.005 * (g / (np.abs(g) + 1e-8) + 0.1 * w)
     np.testing.assert_allclose(copy(state.params)["layers"]["wq"], by_hand, atol=1e-5)
+    model = replace(MODEL, qkv_bias=True, qk_norm=True, extras=SomeExtras(layer_factors=True))
+    params = reference.random_params(model)
+    optimizer = steps.make_optimizer(OptimConfig(lr=1.0, warmup_steps=0, weight_decay=0.5))
+    updates, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p))(params)
+    decayed = {path[-1].key for path, leaf in jax.tree_util.tree_leaves_with_path(updates) if leaf.any()}
+    assert decayed == {"embed", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
@@ -401,10 +374,10 @@ def test_the_optimizer_is_that_of_optax(moments, largest):
     config = OptimConfig(lr=0.01, warmup_steps=0, max_grad_norm=largest, weight_decay=0.1, moment_dtype=moments)
     rng = np.random.default_rng(0)
     params = {"wq": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32), "norm": jnp.ones(3)}
-    adamw = optax.adamw(make_schedule(config), config.beta1, config.beta2, mu_dtype=moments, weight_decay=0.1,
+    adamw = optax.adamw(steps.make_schedule(config), config.beta1, config.beta2, mu_dtype=moments, weight_decay=0.1,
                         mask=lambda tree: {"wq": True, "norm": False})  # fmt: skip
     other = optax.chain(optax.clip_by_global_norm(largest), adamw) if largest else adamw
-    ours = make_optimizer(config)
+    ours = steps.make_optimizer(config)
     states, trees = [ours.init(params), other.init(params)], [params, params]
     for _ in range(5):
         grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
@@ -417,60 +390,33 @@ def test_the_optimizer_is_that_of_optax(moments, largest):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), *trees)
 
 
-def test_weight_decay_leaves_norms_and_biases_alone():
-    model = dataclasses.replace(MODEL, qkv_bias=True, qk_norm=True, extras=SomeExtras(layer_factors=True))
-    params = reference.random_params(model)
-    optimizer = make_optimizer(OptimConfig(lr=1.0, warmup_steps=0, weight_decay=0.5))
-    updates, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p))(params)
-    moved = jax.tree_util.tree_map_with_path(lambda path, leaf: (path[-1].key, bool(leaf.any())), updates)
-    decayed = {name for name, any_ in jax.tree.leaves(moved, is_leaf=lambda x: isinstance(x, tuple)) if any_}
-    assert decayed == {"embed", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
-
-
 def test_schedules_by_hand():
-    warm = make_schedule(OptimConfig(lr=1.0, warmup_steps=4))
-    assert [float(warm(s)) for s in (0, 1, 3, 4, 100)] == pytest.approx([0.25, 0.5, 1.0, 1.0, 1.0])
-    assert float(make_schedule(OptimConfig(lr=1.0, warmup_steps=0))(0)) == 1.0
-    cosine = make_schedule(OptimConfig(lr=1.0, warmup_steps=2, schedule=CosineDecay(12)))
-    assert [float(cosine(s)) for s in (2, 7, 12, 50)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    linear = make_schedule(OptimConfig(lr=1.0, warmup_steps=1, schedule=LinearDecay(11, 0.0)))
-    assert [float(linear(s)) for s in (0, 1, 6, 11)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+    """The other defaults are those of AdamW in PyTorch."""
+    for options, at, rates in (
+        ({"warmup_steps": 4}, (0, 1, 3, 4, 100), [0.25, 0.5, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 0}, (0,), [1.0]),
+        ({"warmup_steps": 2, "schedule": {"kind": "cosine", "total_steps": 12}}, (2, 7, 12, 50), [1.0, 0.55, 0.1, 0.1]),
+        (
+            {"warmup_steps": 1, "schedule": {"kind": "linear", "total_steps": 11, "final_ratio": 0.0}},
+            (0, 1, 6, 11),
+            [1.0, 1.0, 0.5, 0.0],
+        ),
+    ):
+        schedule = steps.make_schedule(OptimConfig(lr=1.0, **options))
+        assert [float(schedule(step)) for step in at] == pytest.approx(rates)
+    config = OptimConfig()
+    assert (config.beta1, config.beta2, config.eps, config.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
+    for options, message in (
         ({"lr": 0.0}, r"lr\n.*greater than 0"),
         ({"beta2": 1.0}, r"beta2\n.*less than 1"),
         ({"weight_decay": -1.0}, r"weight_decay\n.*greater than or equal to 0"),
         ({"schedule": "cosine", "warmup_steps": 0}, "optim.schedule.total_steps = 0"),
-    ],
-)
-def test_impossible_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        OptimConfig(**options)
-
-
-def test_defaults_are_those_of_adamw_in_pytorch():
-    config = OptimConfig()
-    assert (config.beta1, config.beta2, config.eps, config.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
+    ):
+        with pytest.raises(ValueError, match=message):
+            OptimConfig(**options)
 
 
 # ---- the same entry point for other uses ---------------------------------------------------------------------------
-
-
-def test_supervised_training_learns_its_rows(rows):
-    """With the `nll` loss the same step does SFT: the likelihood of a handful of rows rises to near certainty."""
-    optim = OptimConfig(lr=1e-2, warmup_steps=2, weight_decay=0.0)
-    rows = [dataclasses.replace(row, advantages=np.ones(row.length, np.float32)) for row in rows[:4]]
-    total = sum(row.policy_mask.sum() for row in rows)
-    rows = [dataclasses.replace(row, weights=np.full(row.length, 1 / total, np.float32)) for row in rows]
-    state, step = state_on(optim=optim), step_of(loss=NegativeLogLikelihood(), optim=optim)
-    batch, losses = batch_on(ONE, rows)[0], []
-    for _ in range(60):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss/nll"]))
-    assert losses[0] > 2 and losses[-1] < 0.2
 
 
 @pytest.mark.parametrize(
@@ -488,10 +434,10 @@ def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes, by_row):
     params, given, heat = params_of(), {}, HEAT
     if by_row:
         given, heat, each = {"temperature": HEAT}, 9.0, [None, *[1.0, 1.3, HEAT] * 4]
-        rows = [dataclasses.replace(row, temperature=value) for row, value in zip(rows, each, strict=True)]
+        rows = [replace(row, temperature=value) for row, value in zip(rows, each, strict=True)]
     batch, placement = batch_on(axes, rows, **given)
     placed = jax.device_put(params, param_shardings(MODEL, mesh_of(axes)))
-    score = make_score(MODEL, UPDATE, mesh_of(axes), temperature=heat)
+    score = steps.make_score(MODEL, UPDATE, mesh_of(axes), temperature=heat)
     with jax.transfer_guard("disallow"):
         scores = score(placed, batch)
     logprobs, entropy = (unpack(x, placement) for x in jax.device_get(scores))
@@ -501,7 +447,7 @@ def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes, by_row):
         np.testing.assert_allclose(got, expected, atol=1e-5)
         np.testing.assert_allclose(got_entropy, expected_entropy, atol=1e-5)
     if not by_row:
-        rescored = [dataclasses.replace(row, logprobs_old=old) for row, old in zip(rows, logprobs, strict=True)]
+        rescored = [replace(row, logprobs_old=old) for row, old in zip(rows, logprobs, strict=True)]
         _, metrics = step_of(axes)(state_on(axes), batch_on(axes, rescored)[0])
         assert float(metrics["loss/logprob_gap_max"]) < 1e-6
         assert float(metrics["loss/effective_sample_size"]) == pytest.approx(1.0, abs=1e-5)
@@ -509,7 +455,7 @@ def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes, by_row):
 
 def test_gradients_of_several_temperatures_add_up(rows):
     """Dividing the final norm divides the logits as a temperature does, so the program of `HEAT` gives both parts."""
-    mixed = [dataclasses.replace(row, temperature=1.3 if i % 2 else HEAT) for i, row in enumerate(rows)]
+    mixed = [replace(row, temperature=1.3 if i % 2 else HEAT) for i, row in enumerate(rows)]
     together, ratio = gradients(mixed, temperature=1.0)[1], HEAT / 1.3
     cooled = params_of() | {"final_norm": params_of()["final_norm"] * ratio}
     part = gradients(rows[1::2], params=cooled)[1]

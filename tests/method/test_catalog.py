@@ -1,37 +1,23 @@
 """Every method file: a complete header, settings that parse, and the invariants of the family on its composition."""
 
-import dataclasses
 import functools
 import re
+from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import first_step
 from docs.methods_table import load_methods, method_table, read_method, table_differences, with_table
-from grpo_roc_jax.config import Config
-from grpo_roc_jax.learner.loss import batch_loss
-from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack, worst_case_micro_batches
+from grpo_roc_jax import Config, Scores, initial_state, next_state, subset, train_rows
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative, Whiten
-from grpo_roc_jax.method.compose import (
-    Scores,
-    initial_state,
-    needs_reference,
-    needs_scores,
-    next_state,
-    resample_group,
-    subset,
-    teacher_of,
-    train_rows,
-)
+from grpo_roc_jax.method.compose import needs_reference, needs_scores, resample_group, teacher_of
 from grpo_roc_jax.method.edit import take_trajectories
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.cli import CONFIG_DIR, ConfigError, load_config
 from grpo_roc_jax.types import Group
 from tests.helpers.kind_cases import AXES, kinds_of
-from tests.helpers.loss_batch import micro_batches
+from tests.helpers.loss_batch import packed_loss
 from tests.helpers.method_groups import make_group, trajectories
 
 METHODS = {name: m for name, m in load_methods().items() if m.path.parent == CONFIG_DIR / "methods"}
@@ -82,11 +68,10 @@ def test_a_method_is_one_file_of_the_users(tmp_path, monkeypatch):
     assert load_config(Config, ["ranks.yaml", "--advantage.eps", "0.5"], prog="test").advantage.eps == 0.5
     with pytest.raises(ConfigError, match=r"kind ranks has adjust, eps"):
         load_config(Config, ["ranks.yaml", "--advantage.k", "2"], prog="test")
-    group = make_group([1, 0, 0.5, 0], calls=[1, 1, 1, 1])
-    rows = rows_of([group], config)
-    expected = np.array([1.5, -1, 0.5, -1]) / np.sqrt((1.5**2 + 1 + 0.25 + 1) / 3)
-    advantages = [row.advantages[row.policy_mask][0] for row in rows]
-    np.testing.assert_allclose(advantages, expected, atol=1e-4)
+    advantages = [row.advantages[-1] for row in rows_of([make_group([1, 0, 0.5, 0])], config)]
+    np.testing.assert_allclose(
+        advantages, np.array([1.5, -1, 0.5, -1]) / np.sqrt((1.5**2 + 1 + 0.25 + 1) / 3), atol=1e-4
+    )
 
 
 PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_weights", "truncated_is"}
@@ -109,12 +94,13 @@ def test_variants_are_words_of_the_command_line(name):
 
 def test_broken_headers_are_named(tmp_path):
     file = tmp_path / "x.yaml"
-    file.write_text("# Title, arXiv:1\nname: x\n")
-    with pytest.raises(ValueError, match="lacks axes, formula, state"):
-        read_method(file)
-    file.write_text("# Title\n# axes: q\n# formula: f\n# state: none\n")
-    with pytest.raises(ValueError, match="unknown axes"):
-        read_method(file)
+    for header, message in (
+        ("# Title, arXiv:1\nname: x\n", "lacks axes, formula, state"),
+        ("# Title\n# axes: q\n# formula: f\n# state: none\n", "unknown axes"),
+    ):
+        file.write_text(header)
+        with pytest.raises(ValueError, match=message):
+            read_method(file)
 
 
 def only_named(channels, config):
@@ -126,8 +112,8 @@ def only_named(channels, config):
 def groups(config, seed=0, count=3):
     """Random mixed groups with everything a composition may read."""
     generator = np.random.default_rng(seed)
-    n = config.resample.sampled(config.group.size)
-    out = []
+    n, out = config.resample.sampled(config.group.size), []
+    drawn = {"lengths": (1, 9), "calls": (0, 4), "observation": (0, 4)}
     for g in range(count):
         rewards = generator.integers(0, 2, n).astype(float)
         if n > 1:
@@ -135,44 +121,31 @@ def groups(config, seed=0, count=3):
             rewards[2:] *= g > 0  # one success of many, which pass@k must see too
         channels = {"answer": rewards}
         channels |= {name: generator.integers(0, 2, n).astype(float) for name in ("format", "clean_tools")}
-        out.append(
-            make_group(
-                rewards,
-                uid=f"p{g}",
-                lengths=generator.integers(1, 9, n),
-                calls=generator.integers(0, 4, n),
-                logprobs=-generator.random(n).astype(np.float32),
-                observation=generator.integers(0, 4, n),
-                channels=only_named(channels, config),
-            )
-        )
+        columns = {name: generator.integers(*limits, n) for name, limits in drawn.items()}
+        columns |= {"logprobs": -generator.random(n).astype(np.float32), "channels": only_named(channels, config)}
+        out.append(make_group(rewards, uid=f"p{g}", **columns))
     return [PREPARED.get(config.plan.condition.kind, lambda group: group)(group) for group in out]
 
 
 def rows_of(some, config, noise=None):
     """Rows on policy: all passes agree with the record. `noise` fills them off the mask, as real passes do."""
+    members = trajectories(some)
 
-    def passed(values):
+    def passed(factor, shift=0.0):
+        values = [shift + factor * t.logprobs for t in members]
         if noise is None:
             return values
-        return [
-            np.where(t.policy_mask, v, noise.normal(size=t.length)).astype(np.float32)
-            for t, v in zip(trajectories(some), values, strict=True)
-        ]
+        drawn = [noise.normal(size=t.length) for t in members]
+        pairs = zip(members, values, drawn, strict=True)
+        return [np.where(t.policy_mask, value, other).astype(np.float32) for t, value, other in pairs]
 
-    recorded = [t.logprobs for t in trajectories(some)]
-    return train_rows(
-        some,
-        config,
-        initial_state(config),
-        rng=np.random.default_rng(0),
-        scores=Scores(
-            passed(recorded) if needs_scores(config) else None,
-            passed([1 + np.abs(values) for values in recorded]),
-            passed(recorded) if needs_reference(config) else None,
-            passed([1.5 * values for values in recorded]) if teacher_of(config) else None,
-        ),
+    scores = Scores(
+        passed(1) if needs_scores(config) else None,
+        passed(-1, 1),
+        passed(1) if needs_reference(config) else None,
+        passed(1.5) if teacher_of(config) else None,
     )
+    return train_rows(some, config, initial_state(config), rng=np.random.default_rng(0), scores=scores)
 
 
 def products(rows):
@@ -231,7 +204,7 @@ def test_prompts_and_observations_stay_out(name, reads_ids=False):
     def noisy(t):
         if reads_ids:
             return t
-        return dataclasses.replace(t, tokens=np.where(t.policy_mask, t.tokens, generator.integers(0, 99, t.length)))
+        return replace(t, tokens=np.where(t.policy_mask, t.tokens, generator.integers(0, 99, t.length)))
 
     moved = [Group(g.problem, tuple(map(noisy, g.trajectories)), g.verdicts) for g in selected]
     base, after = kept_rows(config), rows_of(moved, config, noise=generator)
@@ -243,135 +216,77 @@ def test_prompts_and_observations_stay_out(name, reads_ids=False):
         assert not right.weights[~on].any()
 
 
-@functools.cache
-def slope(surrogate):
-    """d loss / d log-probabilities of a micro-batch; methods that share a surrogate share the program."""
-
-    def value(logprobs, part):
-        return batch_loss(logprobs, jnp.zeros_like(logprobs), part, surrogate)[0]
-
-    return jax.jit(jax.grad(value))
-
-
-def packed_gradients(rows, config, row_length, per_micro, drift=0.0):
-    """d loss / d log-probability of each token through packing and the loss of the update, micro-batches summed."""
-    placed = BatchConfig(row_length=row_length, rows=per_micro)
-    batch, placement = pack(rows, placed, worst_case_micro_batches(len(rows), row_length, placed))
-    generator = np.random.default_rng(5)
-    moved = [r.logprobs_old + generator.normal(0, drift, r.length).astype(np.float32) for r in rows]
-    moved = [dataclasses.replace(r, logprobs_old=m) for r, m in zip(rows, moved, strict=True)]
-    now = pack(moved, placed, batch.tokens.shape[0])[0].logprobs_old
-    gradients = np.zeros(batch.tokens.shape, np.float32)
-    for m, part in enumerate(micro_batches(batch)[: batch.count]):
-        gradients[m] = slope(config.surrogate)(now[m], part)
-    return unpack(gradients, placement)
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_micro_batches_and_packing_change_nothing(name):
-    """One long row of everything equals one trajectory a row in micro-batches of three, away from the old policy."""
-    config = load(name)
+def test_gradients(name):
+    """One long row of everything equals one trajectory a row in micro-batches of three, away from the old policy. At
+    ratio 1 the gradient of each token's log-probability is -advantage x weight, whatever the surrogate."""
+    config, generator = load(name), np.random.default_rng(5)
     rows = kept_rows(config)
-    together = packed_gradients(rows, config, 256, 1, drift=0.1)
-    apart = packed_gradients(rows, config, 16, 3, drift=0.1)
-    assert any(np.asarray(g).any() for g in together)
-    for row, left, right in zip(rows, together, apart, strict=True):
+    old = [row.logprobs_old for row in rows]
+    moved = [now + generator.normal(0, 0.1, len(now)).astype(np.float32) for now in old]
+    together = packed_loss(rows, config.surrogate, moved, row_length=256, per_micro=1).slopes
+    apart = packed_loss(rows, config.surrogate, moved, row_length=16, per_micro=3).slopes
+    on_policy = packed_loss(rows, config.surrogate, old, row_length=256, per_micro=1).slopes
+    assert all(any(np.asarray(slope).any() for slope in slopes) for slopes in (together, on_policy))
+    for row, left, right, at_one in zip(rows, together, apart, on_policy, strict=True):
         np.testing.assert_allclose(left, right, atol=1e-6)
         assert not np.asarray(left)[~row.policy_mask].any()
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_on_policy_every_loss_is_the_policy_gradient(name):
-    """At ratio 1 the gradient of each token's log-probability is -advantage x weight, whatever the surrogate."""
-    config = load(name)
-    rows = kept_rows(config)
-    gradients = packed_gradients(rows, config, 256, 1)
-    assert any(np.asarray(g).any() for g in gradients)
-    for row, gradient in zip(rows, gradients, strict=True):
         dropped = row.marked if name == "clip_cov" else np.zeros(row.length, bool)
-        np.testing.assert_allclose(gradient, np.where(dropped, 0.0, -row.advantages * row.weights), atol=1e-6)
+        np.testing.assert_allclose(at_one, np.where(dropped, 0.0, -row.advantages * row.weights), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_composition(name, any_order=True):
     """The invariants of the family's interface section, from sampled groups to rows; `any_order`: nothing is drawn."""
-    config = load(name)
-    state = initial_state(config)
-    sampled = groups(config)
-    generator = np.random.default_rng(1)
-    selected = []
+    config, generator = load(name), np.random.default_rng(1)
+    sampled, selected = groups(config), []
     for group in sampled:
         selection = resample_group(group, config, generator)
-        assert selection.kept
-        assert len(selection.indices) == min(config.group.size, group.size)
+        assert selection.kept and len(selection.indices) == min(config.group.size, group.size)
         selected.append(subset(group, selection))
     rows = rows_of(selected, config)
     base = products(rows)
     assert any(p.any() for p in base), "no trajectory has a gradient"
     for row, trajectory in zip(rows, trajectories(selected), strict=True):
-        assert np.isfinite(row.advantages).all()
-        assert np.isfinite(row.weights).all()
-        assert (row.weights >= 0).all()
+        assert np.isfinite(row.advantages).all() and np.isfinite(row.weights).all() and (row.weights >= 0).all()
         assert not row.weights[~trajectory.policy_mask].any(), "an observation or prompt token has weight"
-    # The order of groups changes nothing.
-    moved = products(rows_of(selected[::-1], config))
-    sizes = [g.size for g in selected]
-    back = [moved[sum(sizes[g + 1 :]) : sum(sizes[g:])] for g in range(len(sizes))]
     if any_order:
+        moved, sizes = products(rows_of(selected[::-1], config)), [g.size for g in selected]
+        back = [moved[sum(sizes[g + 1 :]) : sum(sizes[g:])] for g in range(len(sizes))]
         for before, after in zip(base, [p for part in back for p in part], strict=True):
             np.testing.assert_allclose(before, after, atol=1e-6)
-    after = next_state(sampled, selected, config, state)
-    assert after.step == 1
+    after = next_state(sampled, selected, config, initial_state(config))
     again = AlgoState.from_tree(after.to_tree())
+    assert after.step == 1
     np.testing.assert_array_equal(again.table.values, after.table.values)
     assert next_state([], [], config, again).step == 2, "a step may cut all of its groups"
 
 
-def rewarded(some, change):
-    """The groups with other rewards; what was reached, and the channels, stay."""
-    return [
-        Group(g.problem, g.trajectories, tuple(dataclasses.replace(v, reward=change(v.reward)) for v in g.verdicts))
-        for g in some
-    ]
-
-
-def shiftable(config, estimator):
-    """Whether rewards pass through a centered estimator and nothing else: no map, no channel, no score."""
+def centered(config, estimator):
+    """(whether rewards pass through a centered estimator and nothing else: no map, no channel, no score; whether that
+    also divides by a spread of the rewards)."""
     if config.shaping or not isinstance(estimator, GroupRelative):
-        return False
-    return estimator.baseline.kind in ("mean", "leave_one_out", "length_weighted") or whitened(config)
-
-
-def scalable(config, estimator):
-    """Whether the estimator also divides by a spread of the rewards."""
-    return estimator.scale.kind in ("std", "batch_std") or whitened(config)
-
-
-def whitened(config):
-    return any(isinstance(step, Whiten) for step in getattr(config.advantage, "adjust", ()))
+        return False, False
+    whitened = any(isinstance(step, Whiten) for step in getattr(config.advantage, "adjust", ()))
+    shifts = whitened or estimator.baseline.kind in ("mean", "leave_one_out", "length_weighted")
+    return shifts, whitened or estimator.scale.kind in ("std", "batch_std")
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_constant_or_a_factor_on_all_rewards_changes_nothing(name):
+def test_a_constant_or_a_factor_on_all_rewards_changes_nothing(name, judged=None):
+    """What was reached, and the channels, stay. `judged`: what `centered` says of a method."""
     config = load(name)
-    if not shiftable(config, config.advantage):
+    shifts, scales = judged or centered(config, config.advantage)
+    if not shifts:
         pytest.skip("reads more of rewards than their differences")
-    check_unit(config, scalable(config, config.advantage))
+    selected = kept_groups(config)
+    for change in [lambda r: r + 5, lambda r: 3 * r][: 1 + scales]:
+        paid = [replace(g, verdicts=tuple(replace(v, reward=change(v.reward)) for v in g.verdicts)) for g in selected]
+        for left, right in zip(products(kept_rows(config)), products(rows_of(paid, config)), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-5)
 
 
 def test_most_methods_are_held_to_that():
-    configs = {name: load(name) for name in METHODS}
-    shifted = {name for name, config in configs.items() if shiftable(config, config.advantage)}
-    scaled = {name for name in shifted if scalable(configs[name], configs[name].advantage)}
-    assert {"grpo", "grpo_roc", "rc_grpo"} <= scaled < shifted
-    assert len(shifted) > 20
-
-
-def check_unit(config, scaled):
-    """A constant on all rewards changes no gradient, and for `scaled` no factor does."""
-    selected = kept_groups(config)
-    base = products(kept_rows(config))
-    changes = [lambda r: r + 5, lambda r: 3 * r] if scaled else [lambda r: r + 5]
-    for change in changes:
-        for left, right in zip(base, products(rows_of(rewarded(selected, change), config)), strict=True):
-            np.testing.assert_allclose(left, right, atol=1e-5)
+    judged = {name: centered(load(name), load(name).advantage) for name in METHODS}
+    shifted, scaled = ({name for name, pair in judged.items() if all(pair[:n])} for n in (1, 2))
+    assert {"grpo", "grpo_roc", "rc_grpo"} <= scaled < shifted and len(shifted) > 20

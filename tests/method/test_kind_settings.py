@@ -1,20 +1,20 @@
-"""No setting without effect: each setting of each kind is changed, and something that the method makes must differ.
-
-A setting that is read elsewhere is named in `ELSEWHERE` with the test that sees it. `tests/contrib/methods` does the
-same for the kinds of further methods.
-"""
+"""Each setting of each kind is changed, and something that the method makes must differ; no number without a bound, and
+success is what the verdict says. `tests/contrib/methods` does the same for further methods."""
 
 import pytest
 
-from grpo_roc_jax.method.weights import WeightsConfig
-from grpo_roc_jax.settings.options import fields_of
-from tests.helpers.kind_cases import KindCases, settings_of
+from grpo_roc_jax.settings.cli import ConfigError
+from tests.helpers.kind_cases import KindCases, kinds_of, settings_of
 
-CASES, SETTINGS = KindCases(), settings_of("method")
-ELSEWHERE = {
-    ("plan.condition", "reward_tokens", "separation"): "evaluate.check_before_training: tests/test_reward_tokens.py",
-    ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
-}
+CASES, SETTINGS, KINDS = KindCases(), settings_of("method"), kinds_of("method")
+ELSEWHERE = {("plan.condition", "reward_tokens", name) for name in ("separation", "evaluate")}
+"""Read in evaluation: tests/test_reward_tokens.py."""
+UNBOUNDED = ["tool_errors.coef"]
+FROM_ZERO = ["ddof", "min_positive", "min_negative", "sync_every"]
+"""Whole numbers that may be 0; the others begin at 1."""
+BY_VERDICT = {("resample", "roc"), ("advantage", "pass_at_k"), ("advantage.adjust", "self_teacher")}
+"""Kinds that tell successes from failures. The others know rewards only."""
+assert set(SETTINGS) >= ELSEWHERE and set(KINDS) >= BY_VERDICT
 
 
 @pytest.mark.parametrize(("axis", "kind", "setting"), [s for s in SETTINGS if s not in ELSEWHERE])
@@ -26,6 +26,21 @@ def test_the_observer_is_deterministic():
     assert list(CASES.observed(CASES.made("resample", "roc"))) == CASES.base("resample", "roc")
 
 
-def test_what_is_seen_elsewhere_exists():
-    assert set(ELSEWHERE) <= set(SETTINGS)
-    assert {"normalizer", "masks", "factors"} == set(fields_of(WeightsConfig)), "each is an axis here"
+@pytest.mark.parametrize("setting", [s for s, default in SETTINGS.items() if type(default) in (int, float)], ids=str)
+def test_numbers_are_bounded(setting, settings=SETTINGS, cases=CASES, unbounded=UNBOUNDED, from_zero=FROM_ZERO):
+    """Negative ones are refused, and 0 where whole numbers begin at 1."""
+    axis, kind, name = setting
+    if f"{kind}.{name}" in unbounded:
+        cases.made(axis, kind, **{name: -0.1})
+        return
+    is_int = isinstance(settings[setting], int)
+    with pytest.raises(ConfigError, match=name):
+        cases.made(axis, kind, **{name: (-1 if name in from_zero else 0) if is_int else -0.1})
+
+
+@pytest.mark.parametrize(("axis", "kind"), KINDS)
+def test_a_success_is_what_the_verdict_says(axis, kind):
+    """With the same pay, other verdicts change what the kinds do that know of success, and nothing that others do. Next
+    to 0 a little more or less pay changes little: no threshold lies there."""
+    more = {"shows": "success"} if kind == "self_teacher" else {}
+    assert CASES.reads(axis, kind, **more) == ((axis, kind) in BY_VERDICT, False)

@@ -1,13 +1,18 @@
-"""Surrogates against the fixture F of the family's specification, finite differences and their limits on policy."""
+"""Surrogates against the vectors of the family's specification and on policy; what holds the entropy of a policy."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_roc_jax.method.compose import Scores, method_metrics, next_state, train_rows
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import segment_logratio
 from grpo_roc_jax.settings.cli import ConfigError
-from tests.helpers.method_groups import close, method
+from tests.helpers.loss_batch import packed_loss
+from tests.helpers.method_groups import close, make_group, method
 
 MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
 OLD = np.array([[-1, -2, -1], [-1, -1, 0]], np.float32)
@@ -31,44 +36,21 @@ def segments(rows):
 
 WHOLE = segments(np.zeros((2, 3)))
 """One segment a row."""
-CLIPPED = [-1.2, -0.904837, -1], [0.818731, 1.648721]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "expected"),
-    [
-        ("clip", {"clip_high": 0.2}, CLIPPED),
-        ("clip", {"clip_high": 0.28}, ([-1.28, -0.904837, -1], CLIPPED[1])),
-        ("capped_clip", {"clip_high": 0.2, "dual": 3.0, "delta": 4.0}, CLIPPED),
-        ("clip", {"level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}, ([-1.0004] * 3, [1.161834] * 2)),
-        ("cispo", {"low": 0.0, "high": 5.0}, ([0.944901, 1.900159, 1], [-0.982477, -0.824361])),
-        ("cispo", {"low": 0.8, "high": 1.28}, ([0.896, 1.900159, 1], [-0.982477, -0.64])),
-    ],
-)
-def test_losses_by_hand(kind, settings, expected):
-    """Of the tokens of each row; their means are in `test_compose.test_grpo_loss_by_hand`."""
-    surrogate = made(kind, **settings)
-    loss = surrogate.loss(shared_logratio(D, A, MASK, WHOLE, surrogate), jnp.asarray(A), jnp.asarray(NOW))
-    close(loss[0], expected[0])
-    close(loss[1, :2], expected[1])
-
-
-@pytest.mark.parametrize(
-    ("settings", "advantage", "expected"),
-    [
-        ({}, -1.0, 6.0),
-        ({"dual": 3.0}, -1.0, 3.0),
-        ({"delta": 4.0}, -1.0, 4.0),
-        ({"dual": 3.0, "delta": 2.0}, -1.0, 2.0),
-        ({"dual": 3.0}, 1.0, -1.28),
-    ],
-)
-def test_caps_at_a_ratio_of_6(settings, advantage, expected):
-    arrays = jnp.log(jnp.array([[6.0]])), jnp.array([[advantage]]), jnp.zeros((1, 1))
-    close(made("capped_clip", **settings).loss(*arrays)[0, 0], expected)
-
-
-def test_bounds_that_metrics_count_as_clipped():
+def test_single_tokens_by_hand():
+    """Caps at a ratio of 6; the gate of SAPO, which saturates far away."""
+    for kind, settings, d, advantage, expected in (
+        ("capped_clip", {}, np.log(6.0), -1.0, 6.0),
+        ("capped_clip", {"dual": 3.0}, np.log(6.0), -1.0, 3.0),
+        ("capped_clip", {"delta": 4.0}, np.log(6.0), -1.0, 4.0),
+        ("capped_clip", {"dual": 3.0, "delta": 2.0}, np.log(6.0), -1.0, 2.0),
+        ("capped_clip", {"dual": 3.0}, np.log(6.0), 1.0, -1.28),
+        ("sapo", {"positive": 1.0}, 5.0, 1.0, -4.0),
+        ("sapo", {"positive": 2.0}, 0.0, 1.0, -1.0),
+    ):
+        arrays = jnp.full((1, 1), d), jnp.full((1, 1), advantage), jnp.zeros((1, 1))
+        close(made(kind, **settings).loss(*arrays)[0, 0], expected)
     assert made(clip_low=0.1, clip_high=0.3).clip_bounds == (0.1, 0.3, 0.0)
     assert made("capped_clip", dual=3.0).clip_bounds == (0.2, 0.28, 3.0)
     assert made("cispo").clip_bounds == (0.2, 0.28, 0.0)
@@ -76,6 +58,9 @@ def test_bounds_that_metrics_count_as_clipped():
     for advantage, expected in ((-1.0, [[0], []]), (1.0, [[], [4]])):
         counted = made("cispo").clipped(jnp.log(ratios), jnp.full((1, 5), advantage), jnp.log(ratios))
         assert [np.flatnonzero(side).tolist() for side in counted] == expected
+    for surrogate, above in ((made("dppo"), 0), (made(clip_low=0.4, clip_high=2.0), 2)):
+        low, high = surrogate.clipped(jnp.log(P_NOW / P_OLD), jnp.asarray(SIGNS), jnp.log(P_NOW))
+        assert (np.flatnonzero(low).tolist(), np.flatnonzero(high).tolist()) == ([1], [above])
 
 
 def pull(tail):
@@ -89,14 +74,6 @@ def pull(tail):
         return kl.estimate(logprobs, m, jnp.zeros_like(m)).sum()
 
     return lambda m: -jax.grad(estimate)(jnp.zeros((1, len(m))), m[None])[0]
-
-
-def test_tokens_that_drifted_most_are_pulled_back_by_the_linear_tail_alone():
-    """By hand e^m - 1 up to an estimate of 10, where m = 2.61; beyond, nothing or the slope there."""
-    drifts = jnp.array([1.0, 2.0, 2.6, 3.0, 4.0, 6.0])
-    np.testing.assert_allclose(pull("flat")(drifts), [1.718, 6.389, 12.464, 0, 0, 0], atol=1e-3)
-    np.testing.assert_allclose(pull("linear")(drifts), [1.718, 6.389, 12.464, 12.611, 12.611, 12.611], atol=1e-3)
-    np.testing.assert_allclose(pull("none")(drifts), [1.718, 6.389, 12.464, 19.086, 53.598, 402.429], atol=1e-3)
 
 
 def recovery(drift, tail, *, coef=0.04, reached=0.5, most=3000):
@@ -118,18 +95,17 @@ def recovery(drift, tail, *, coef=0.04, reached=0.5, most=3000):
     return int(jax.lax.while_loop(away, step, (reference.at[0].add(-drift), 0))[1])
 
 
-def test_how_long_a_token_that_drifted_takes_to_come_back():
-    """The figures of docs/methods.md: 4 nats take 187, 203 and 1,495 steps."""
-    assert [recovery(2.0, tail) for tail in ("none", "linear", "flat")] == [89, 89, 89]
-    steps = np.array([recovery(4.0, tail) for tail in ("none", "linear", "flat")])
-    np.testing.assert_allclose(steps, [187, 203, 1495], rtol=0.01)
-
-
-def test_segments_by_hand():
-    """The last token is masked out, in a segment with the first one of its row."""
-    shared = segment_logratio(jnp.asarray(D), jnp.asarray(MASK), segments([[0, 0, 1], [0, 1, 0]]))
-    close(np.exp(shared[0]), [1.105171, 1.105171, 1])
-    close(np.exp(shared[1, :2]), [0.818731, 1.648721])
+def test_tokens_that_drifted_most_are_pulled_back_by_the_linear_tail_alone():
+    """By hand e^m - 1 up to an estimate of 10, where m = 2.61; beyond, nothing or the slope there. The figures of
+    docs/methods.md: 4 nats take 187, 203 and 1,495 steps."""
+    drifts = jnp.array([1.0, 2.0, 2.6, 3.0, 4.0, 6.0])
+    for tail, beyond, steps in (
+        ("flat", [0, 0, 0], 1495),
+        ("linear", [12.611, 12.611, 12.611], 203),
+        ("none", [19.086, 53.598, 402.429], 187),
+    ):
+        np.testing.assert_allclose(pull(tail)(drifts), [1.718, 6.389, 12.464, *beyond], atol=1e-3)
+        assert recovery(2.0, tail) == 89 and recovery(4.0, tail) == pytest.approx(steps, rel=0.01)
 
 
 def test_segment_gradient_is_the_gradient_of_the_mean():
@@ -143,34 +119,13 @@ def test_segment_gradient_is_the_gradient_of_the_mean():
     def direct(d):
         return jnp.exp((d[0, 0] + d[0, 1]) / 2) + jnp.exp(d[0, 2]) + jnp.exp((d[1, 0] + d[1, 1]) / 2)
 
-    np.testing.assert_allclose(jax.grad(detached)(jnp.asarray(D)), jax.grad(direct)(jnp.asarray(D)), atol=1e-6)
-    assert float(detached(jnp.asarray(D))) == pytest.approx(float(direct(jnp.asarray(D))), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("sapo", {"positive": 0}),
-        ("sapo", {"negative": -1}),
-        ("capped_clip", {"delta": 0.5}),
-        ("capped_clip", {"dual": 1}),
-        ("cispo", {"low": 6, "high": 5}),
-        ("cispo", {"high": 0.5}),
-    ],
-)
-def test_settings_under_which_a_first_update_has_no_or_another_gradient_are_refused(kind, settings):
-    with pytest.raises(ConfigError, match="must"):
-        made(kind, **settings)
-
-
-def test_cispo_keeps_a_gradient_beyond_the_cap():
+    (value, slope), (expected, expected_slope) = (jax.value_and_grad(f)(jnp.asarray(D)) for f in (detached, direct))
+    close(value, expected)
+    close(slope, expected_slope, 1e-6)
     cispo = made("cispo", low=0.0, high=1.1)
     slope = jax.grad(lambda now: cispo.loss(now - OLD, jnp.asarray(A), now).sum())(jnp.asarray(NOW))
     close(slope, -np.minimum(np.exp(D), 1.1) * A)
-
-
-def test_geometric():
-    """GMPO by the slow route: clip each log-ratio on the side of its advantage only, average, exponentiate."""
+    # GMPO by the slow route: clip each log-ratio on the side of its advantage only, average, exponentiate.
     surrogate = made("geometric", clip_low=0.15, clip_high=0.1)
     d = np.float32([[-0.5, 0.3, 0.05], [0.5, -0.2, 0.0]])
 
@@ -183,104 +138,47 @@ def test_geometric():
     close(slope, [[-first, 0, -first], [second, 0, 0]])
 
 
-def test_sapo_gate():
-    """Slope 1 at ratio 1, saturating far away."""
-
-    def sapo(d, a, **settings):
-        return made("sapo", **settings).loss(d, a, jnp.zeros_like(d))
-
-    slope = jax.grad(lambda d: sapo(d, jnp.asarray(A)).sum())(jnp.zeros((2, 3)))
-    close(slope, -A, 1e-6)
-    close(sapo(jnp.full((1, 1), 5.0), jnp.ones((1, 1)), positive=1.0), [[-4.0]])
-    close(sapo(jnp.zeros((1, 1)), jnp.ones((1, 1)), positive=2.0), [[-1.0]])
+def test_settings_under_which_a_first_update_has_no_or_another_gradient_are_refused():
+    for kind, settings in (
+        ("sapo", {"positive": 0}),
+        ("sapo", {"negative": 0}),
+        ("capped_clip", {"delta": 0.5}),
+        ("capped_clip", {"dual": 1}),
+        ("cispo", {"low": 6, "high": 5}),
+        ("cispo", {"high": 0.5}),
+        ("clip", {"clip_low": 1.0}),
+        ("geometric", {"level": "token"}),
+        ("clip_cov", {"clip_low": 1.1}),
+        ("clip_cov", {"bounds": [2.0, 1.0]}),
+        ("clip_cov", {"share": 0.0}),
+    ):
+        with pytest.raises(ConfigError, match="surrogate"):
+            made(kind, **settings)
 
 
 KINDS = [
-    ("clip", "token"),
-    ("clip", "turn"),
-    ("clip", "sequence"),
-    ("cispo", "token"),
-    ("sapo", "token"),
-    ("geometric", "sequence"),
-    ("ratio", "token"),
-    ("ratio", "sequence"),
-    ("logp", "token"),
-    ("nll", "token"),
-    ("capped_clip", "token"),
-    ("dppo", "token"),
+    *(("clip", level) for level in ("token", "turn", "sequence")),
+    *((kind, "token") for kind in ("cispo", "sapo", "ratio", "logp", "nll", "capped_clip", "dppo")),
+    *((kind, "sequence") for kind in ("geometric", "ratio")),
 ]
 
 
-def at_level(kind, level):
-    """A surrogate of a kind; some know no level."""
-    return made(kind, **({} if kind in ("logp", "nll", "dppo") else {"level": level}))
-
-
 @pytest.mark.parametrize(("kind", "level"), KINDS)
-def test_on_policy_gradient_is_the_policy_gradient(kind, level):
-    """At ratio 1 the per-token gradient is -A, whatever the surrogate."""
-    surrogate = at_level(kind, level)
-    a = jnp.asarray(A) * jnp.asarray([[0.5, 2.0, 1.0]])
+def test_what_holds_for_every_surrogate(kind, level):
+    """At ratio 1 the gradient of a token is -A. An advantage of 0 gives no gradient, also off policy, and a positive
+    factor of it is one of the loss, so that importance weights may scale the advantages."""
+    surrogate = made(kind, **({} if kind in ("logp", "nll", "dppo") else {"level": level}))
 
-    def total(now):
-        d = shared_logratio(now - NOW, a, MASK, segments([[0, 0, 1], [0, 1, 1]]), surrogate)
-        return jnp.sum(jnp.where(MASK, surrogate.loss(d, a, now), 0.0))
+    def losses(now, old, a, seg=WHOLE):
+        return surrogate.loss(shared_logratio(now - old, a, MASK, seg, surrogate), a, now)
 
-    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(NOW)), np.where(MASK, -a, 0), atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "level"), KINDS)
-def test_zero_advantage_is_zero_gradient(kind, level):
-    surrogate = at_level(kind, level)
-
-    def total(now):
-        zeros = jnp.zeros((2, 3))
-        d = shared_logratio(now - OLD, zeros, MASK, WHOLE, surrogate)
-        return jnp.sum(surrogate.loss(d, zeros, now))
-
-    assert not np.asarray(jax.grad(total)(jnp.asarray(NOW))).any()
-
-
-@pytest.mark.parametrize(("kind", "level"), KINDS)
-def test_a_positive_factor_of_the_advantage_is_one_of_the_loss(kind, level):
-    """So importance weights may scale the advantages."""
-    surrogate, a = at_level(kind, level), jnp.asarray(A)
-    some = [
-        surrogate.loss(shared_logratio(D, scale * a, MASK, WHOLE, surrogate), scale * a, NOW) for scale in (1.0, 2.5)
-    ]
-    np.testing.assert_allclose(some[1], 2.5 * np.asarray(some[0]), rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["clip", "sapo", "ratio"])
-def test_gradient_off_policy_by_finite_differences(kind):
-    """Token ratios; the detached segment form is held to the direct mean above."""
-    surrogate = made(kind, **({"clip_low": 0.15, "clip_high": 0.25} if kind == "clip" else {}))
-
-    def total(now):
-        return jnp.sum(surrogate.loss(now - OLD, jnp.asarray(A), now))
-
-    slope = jax.grad(total)(jnp.asarray(NOW))
-    for index in np.ndindex(*NOW.shape):
-        step = np.zeros_like(NOW)
-        step[index] = 1e-2
-        numeric = float(total(jnp.asarray(NOW + step)) - total(jnp.asarray(NOW - step))) / 2e-2
-        assert float(slope[index]) == pytest.approx(numeric, abs=3e-3)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"clip_low": 1.0},
-        {"clip_high": -0.1},
-        {"kind": "capped_clip", "dual": 0.5},
-        {"kind": "capped_clip", "delta": -1.0},
-        {"kind": "geometric", "level": "token"},
-        {"kl": {"kind": "k3", "coef": -0.1}},
-    ],
-)
-def test_impossible_settings(settings):
-    with pytest.raises(ConfigError, match=r"surrogate"):
-        method(surrogate=settings)
+    a, turns = jnp.asarray(A) * jnp.asarray([[0.5, 2.0, 1.0]]), segments([[0, 0, 1], [0, 1, 1]])
+    slope = jax.grad(lambda now: jnp.sum(jnp.where(MASK, losses(now, NOW, a, turns), 0.0)))(jnp.asarray(NOW))
+    np.testing.assert_allclose(slope, np.where(MASK, -a, 0), atol=1e-6)
+    assert not np.asarray(jax.grad(lambda now: losses(now, OLD, jnp.zeros((2, 3))).sum())(jnp.asarray(NOW))).any()
+    once, scaled = (losses(jnp.asarray(NOW), OLD, scale * jnp.asarray(A)) for scale in (1.0, 2.5))
+    np.testing.assert_allclose(scaled, 2.5 * once, rtol=1e-6)
+    assert surrogate.linear
 
 
 P_OLD, P_NOW = np.array([[0.5, 0.5, 0.05, 0.9]]), np.array([[0.75, 0.25, 0.2, 0.65]])
@@ -307,10 +205,7 @@ def test_dppo_fixture():
     assert inside(a=-SIGNS) == [True] * 3 + [False], "a token that returns against its advantage is never out of bounds"
     slope = jax.grad(lambda now: dppo(now).sum())(jnp.asarray(np.log(P_NOW), jnp.float32))
     close(slope[0], [0, 0, -4, -0.722222])
-
-
-def test_dppo_by_binary_kl():
-    """The divergences of the specification, each found between two bounds."""
+    # The divergences of the specification, each found between two bounds.
     assert inside(divergence="kl", low=0.05, high=0.05) == [False, False, False, True]
     for token, (sign, size) in enumerate(zip([1, -1, 1, -1], [0.143841, 0.143841, 0.093943, 0.167604], strict=True)):
         a = np.full((1, 4), sign, np.float32)
@@ -320,16 +215,118 @@ def test_dppo_by_binary_kl():
     assert float(certain[0, 0]) == -1, "p = p_old = 1"
 
 
-def test_tokens_out_of_bounds_are_counted():
-    for surrogate, above in ((made("dppo"), 0), (made(clip_low=0.4, clip_high=2.0), 2)):
-        low, high = surrogate.clipped(jnp.log(P_NOW / P_OLD), jnp.asarray(SIGNS), jnp.log(P_NOW))
-        assert (np.flatnonzero(low).tolist(), np.flatnonzero(high).tolist()) == ([1], [above])
+# ---- Clip-Cov, KL-Cov and the adaptive entropy bonus ---------------------------------------------------------------
+
+SAMPLED, CURRENT = np.array([[-0.2, -1.9], [-0.2, -2.5]]), np.array([[-0.1, -2.0], [-0.2, -3.0]])
+"""The vector of the specification: A = 1, 1, -1, -1, and covariances 1.225, -0.675, -1.125, 1.675."""
+RATIOS, SIGNED = np.exp(CURRENT - SAMPLED).ravel(), np.array([1, 1, -1, -1])
 
 
-@pytest.mark.parametrize("kind", ["clip", "capped_clip", "cispo"])
-def test_what_the_ratio_is_taken_against(kind):
-    """(a scoring pass, the log-probabilities of the update itself)"""
-    choices = {"recorded": (False, False), "scored": (True, False), "current": (False, True)}
-    for choice, wanted in choices.items():
-        surrogate = made(kind, old_logprobs=choice)
-        assert (surrogate.scored_ratio, surrogate.own_ratio) == wanted
+def group(rewards=(1, -1), old=SAMPLED, **more):
+    return make_group(rewards, lengths=[2, 2], logprobs=list(old), **more)
+
+
+def signed(**surrogate):
+    """A method whose advantages are the rewards: +1 for success and -1 for failure."""
+    return method(2, advantage={"baseline": "none", "scale": "none"}, surrogate=surrogate)
+
+
+def rows_of(config, now=CURRENT, seed=0):
+    """(rows, log-probabilities of the policy about to be updated)."""
+    some = group()
+    scores = [np.zeros(t.length, np.float32) for t in some.trajectories]
+    for score, t, values in zip(scores, some.trajectories, now, strict=True):
+        score[t.policy_mask] = values
+    return train_rows([some], config, AlgoState(), rng=np.random.default_rng(seed), scores=Scores(scores)), scores
+
+
+def on_mask(arrays, rows):
+    return np.concatenate([np.asarray(array)[row.policy_mask] for array, row in zip(arrays, rows, strict=True)])
+
+
+def marked(config, **more):
+    """The places of the tokens that the surrogate treats differently."""
+    rows, _ = rows_of(config, **more)
+    return np.flatnonzero(on_mask([row.marked for row in rows], rows)).tolist()
+
+
+def test_clip_cov_draws_among_high_covariances():
+    config = signed(kind="clip_cov")
+    places = [marked(config, seed=seed) for seed in range(8)]
+    assert sorted({index for (index,) in places}) == [0, 3], "a random one of the two candidates"
+    rows, scores = rows_of(config)
+    packed, mask = packed_loss(rows, config.surrogate, scores), np.arange(4) != places[0][0]
+    assert packed.loss == pytest.approx(-(RATIOS * SIGNED)[mask].sum() / 4, abs=1e-5), "the dropped token counts"
+    np.testing.assert_allclose(on_mask(packed.slopes, rows), np.where(mask, -RATIOS * SIGNED / 4, 0), atol=1e-5)
+    assert "marked" in packed.sums
+    for settings, places in (
+        ({"clip_low": 0.2, "clip_high": 0.05}, []),  # ratios 1.105 and 0.607 of both candidates are clipped
+        ({"clip_low": 0.4, "clip_high": 0.05}, [3]),
+        ({"bounds": [1.0, 1.5]}, [0]),
+    ):
+        assert marked(signed(kind="clip_cov", share=1.0, **settings)) == places
+
+
+def test_kl_cov_fixture():
+    config = signed(kind="kl_cov")
+    assert marked(config) == [3] and len(marked(signed(kind="kl_cov", share=0.5))) == 2
+    rows, scores = rows_of(config)
+    packed = packed_loss(rows, config.surrogate, scores)
+    assert packed.loss == pytest.approx(np.mean([-1.105171, -0.904837, 1, 1.106531]), abs=1e-5)
+    expected = np.array([-1.105171, -0.904837, 1, 0.606531 - 1]) / 4
+    np.testing.assert_allclose(on_mask(packed.slopes, rows), expected, atol=1e-5)
+    rows, scores = rows_of(config, now=SAMPLED)
+    before = packed_loss(rows, config.surrogate, scores).slopes[1][-1]
+    assert before == pytest.approx(0.25), "no penalty before a change"
+    config = method(2, surrogate="kl_cov", weights={"masks": ["truncated"]})
+    for rewards, stop, parts in (
+        ((1, -1), ["answer", "length"], [True, False]),
+        ((-1, -1), ["length"] * 2, [False] * 2),
+    ):
+        some = group(rewards, stop=stop)
+        rows = train_rows([some], config, AlgoState(), scores=Scores([t.logprobs for t in some.trajectories]))
+        assert [row.marked.any() for row in rows] == parts
+
+
+def bonus(**settings):
+    return method(2, advantage={"adjust": [{"kind": "entropy_bonus", **settings}]})
+
+
+def test_the_entropy_bonus():
+    """The vector of the specification: H = 0.1, 0.15, 0.25, 0.3, 0.1 about a target of 0.2."""
+    config, state, coefficients = bonus(), AlgoState(), []
+    for entropy in (0.1, 0.15, 0.25, 0.3, 0.1):
+        groups = [group(old=np.full((2, 2), -entropy))]
+        (applied,) = {row.entropy_coefficient for row in train_rows(groups, config, state)}
+        metrics = method_metrics(groups, config, state, Scores())
+        assert metrics == {"entropy/coefficient": applied, "entropy/sampled": pytest.approx(entropy)}
+        state = next_state(groups, groups, config, state)
+        coefficients.append((state.recall("entropy_coefficient", -1), applied > 0))
+        assert applied in (0, state.recall("entropy_coefficient", -1))
+    np.testing.assert_allclose([a for a, _ in coefficients], [1e-4, 2e-4, 1e-4, 0, 1e-4], atol=1e-12)
+    assert [on for _, on in coefficients] == [True, True, False, False, True]
+    restored = AlgoState.from_tree(state.to_tree())
+    assert restored.recall("entropy_coefficient", -1) == state.recall("entropy_coefficient", -1)
+    assert next_state(groups, [], config, state).memory == state.memory, "a step that trains nothing changes nothing"
+    for ranged, expected in (
+        (bonus(start=0.5, most=5e-3), 5e-3),
+        (bonus(start=1e-3, step=0.0, target=1e9), 1e-3),
+        (method(2), None),
+    ):
+        assert train_rows(groups, ranged, AlgoState())[0].entropy_coefficient == expected
+    # Its gradient by the entropy of a token is -a times the token's weight, with and without importance weights.
+    for importance in ([], [{"kind": "truncated_is", "high": 9}]):
+        config = method(
+            2,
+            advantage={"adjust": [{"kind": "entropy_bonus", "start": 0.01, "step": 0, "most": 1, "target": 9}]},
+            weights={"factors": importance},
+            surrogate={"old_logprobs": "scored"},
+        )
+        rows, scores = rows_of(config)
+        plain = [replace(row, entropy_coefficient=None) for row in rows]
+        rewarded, without = (packed_loss(some, config.surrogate, scores, entropy=2.0) for some in (rows, plain))
+        for row, slope in zip(rows, rewarded.by_entropy, strict=True):
+            np.testing.assert_allclose(slope, np.where(row.policy_mask, -0.01 / 4, 0), atol=1e-8)
+        assert without.loss - rewarded.loss == pytest.approx(0.01 * 2.0, abs=1e-6) and "marked" not in without.sums
+        np.testing.assert_array_equal(np.concatenate(rewarded.slopes), np.concatenate(without.slopes))
+        assert not np.concatenate(without.by_entropy).any()

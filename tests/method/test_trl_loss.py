@@ -4,7 +4,6 @@ What differs by choice is in docs/methods.md, "Choices where libraries differ".
 """
 
 import contextlib
-import dataclasses
 import io
 import os
 
@@ -22,27 +21,22 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.transformer import forward
 from grpo_roc_jax.run.components import fit_length
-from tests.helpers.method_groups import make_group
+from tests.helpers.method_groups import make_group, other
 from tests.helpers.published_models import VOCAB, need_reference, need_transformers, save_model
 
 pytestmark = pytest.mark.slow  # 40 s of processor time, half of it imports
 PROMPT, LONGEST, GROUPS, SIZE = 4, 12, 3, 4
+CORRECTED = "--surrogate.kl=corrected --surrogate.kl.coef=0.04"
 LOSSES = {
-    "grpo": ("methods/grpo.yaml", {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False}),
+    "grpo": ("methods/grpo.yaml", {"beta": 0.04, "use_bias_correction_kl": False}),
     "bnpo": ("methods/grpo.yaml --weights.normalizer=token_mean --surrogate.kl=none", {"loss_type": "bnpo"}),
     "dr_grpo": ("methods/dr_grpo.yaml", {"loss_type": "dr_grpo", "max_completion_length": 128}),
     "dapo": ("methods/dapo.yaml", {"loss_type": "dapo", "epsilon_high": 0.28}),
-    "gspo": (
-        "methods/gspo.yaml",
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-    ),
+    "gspo": ("methods/gspo.yaml", {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}),
     "cispo": ("methods/cispo.yaml", {"loss_type": "cispo", "epsilon_high": 5.0}),
     "sapo": ("methods/sapo.yaml", {"loss_type": "sapo"}),
     "delta": ("methods/delta.yaml", {"loss_type": "bnpo", "delta": 4.0, "epsilon_high": 0.28}),
-    "corrected": (
-        "methods/grpo.yaml --surrogate.kl=corrected --surrogate.kl.coef=0.04",
-        {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": True},
-    ),
+    "corrected": (f"methods/grpo.yaml {CORRECTED}", {"beta": 0.04, "use_bias_correction_kl": True}),
 }
 """Name -> (our recipe, TRL's settings)."""
 
@@ -69,14 +63,12 @@ def make_groups(config, params):
         lengths, observed = rng.integers(1, 9, SIZE), rng.integers(0, 4, SIZE)
         rewards = np.r_[1.0, 0.0, rng.integers(0, 2, SIZE - 2)]
         group = make_group(rewards, uid=f"p{index}", lengths=lengths, observation=observed, prompt=[PROMPT] * SIZE)
-        rows = []
-        for trajectory in group.trajectories:
-            tokens = rng.integers(1, VOCAB, trajectory.length).astype(np.int32)
-            spread = rng.choice([1e-4, 0.1, 1.2])
-            old = current(config, params, tokens) + rng.normal(0, spread, len(tokens)).astype(np.float32)
-            old = np.where(trajectory.policy_mask, old, 0.0).astype(np.float32)
-            rows.append(dataclasses.replace(trajectory, tokens=tokens, logprobs=old))
-        groups.append(dataclasses.replace(group, trajectories=tuple(rows)))
+        tokens = [rng.integers(1, VOCAB, trajectory.length).astype(np.int32) for trajectory in group.trajectories]
+        olds = []
+        for trajectory, ids in zip(group.trajectories, tokens, strict=True):
+            noise = rng.normal(0, rng.choice([1e-4, 0.1, 1.2]), len(ids)).astype(np.float32)
+            olds.append(np.where(trajectory.policy_mask, current(config, params, ids) + noise, 0.0).astype(np.float32))
+        groups.append(other(group, tokens=tokens, logprobs=olds))
     return groups
 
 
@@ -133,7 +125,7 @@ def theirs(rows, trl, source, settings, folder):
         "prompt_mask": torch.ones(len(rows), PROMPT, dtype=torch.long),
         "completion_ids": completions("tokens", torch.long),
         "completion_mask": torch.tensor(
-            np.stack([np.arange(LONGEST) < len(row.tokens) - PROMPT for row in rows])
+            [[t < len(row.tokens) - PROMPT for t in range(LONGEST)] for row in rows]
         ).long(),
         "tool_mask": sampled,
         "advantages": torch.tensor([float(row.advantages[row.policy_mask][0]) for row in rows]),
@@ -157,7 +149,7 @@ def test_loss_and_gradient_are_those_of_trl(shared, name, tmp_path):
     references = [np.where(t.policy_mask, r, 0).astype(np.float32) for t, r in zip(every, references, strict=True)]
     words, settings = LOSSES[name]
     loss, gradient, rows = ours(groups, references, words, config, params)
-    expected, expected_gradient = theirs(rows, trl, source, {"beta": 0.0} | settings, tmp_path)
+    expected, expected_gradient = theirs(rows, trl, source, {"loss_type": "grpo", "beta": 0.0} | settings, tmp_path)
     assert abs(loss) > 1e-3 and np.abs(gradient).max() > 1e-3
     assert loss == pytest.approx(expected, rel=0, abs=2e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=2e-6)

@@ -17,7 +17,7 @@ from grpo_roc_jax.run.sample import ScoredRollouts, draw_problems
 from grpo_roc_jax.types import Condition
 from tests.helpers import method_groups
 from tests.helpers.samples import make_group
-from tests.method.test_entropy_control import group
+from tests.method.test_surrogate import group
 from tests.planner.test_plan import test_a_planned_batch_has_the_leaves_that_the_method_packs as packs
 from tests.run import test_rounds as core
 from tests.run.test_rounds import a_run, method, placed
@@ -39,24 +39,19 @@ def updated(train, packed):
     return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
 
 
-def test_the_drift_mask_sees_the_policy_of_each_update():
+def test_masks_and_metrics_of_several_updates():
     """What has drifted leaves in the second update; ratio and advantages stay those of the first."""
     config = method("drift_mask", "--batch.updates=2", "--group.problems=2", "--weights.masks.drift.threshold=0.1")
     learner, run = placed(config, updated), a_run()
     given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
     _, trained, _ = learner.update(run, given)
     assert all(row.policy_mask.any() for batch in given for row in batch.rows)
-    lost = []
+    lost = [not row.policy_mask.any() for row in trained[1].rows]
+    assert lost == [before.advantages.max() < 0 for before in given[1].rows] and 0 < sum(lost) < len(lost)
     for row, before in zip(trained[1].rows, given[1].rows, strict=True):
-        lost.append(not row.policy_mask.any())
-        assert lost[-1] == (before.advantages.max() < 0)
         np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)
         np.testing.assert_array_equal(row.advantages, before.advantages)
-    assert 0 < sum(lost) < len(lost)
-
-
-def test_what_a_method_measures_is_in_the_metrics_of_the_step():
-    """With scores 0.1 below the recorded ones: of the first pass, though later updates move the policy."""
+    # With scores 0.1 below the recorded ones: of the first pass, though later updates move the policy.
     config = method("seq_mask_tis", "--batch.updates=2", "--group.problems=2")
     learner, run = placed(config, updated), replace(a_run(), train=SimpleNamespace(params=0.1))
     given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
@@ -67,22 +62,20 @@ def test_what_a_method_measures_is_in_the_metrics_of_the_step():
     assert metrics["mismatch/rejection_geometric_ratio_below"] == 1 and metrics["mismatch/veto_vetoed"] == 0
 
 
-class ScoredAsSampled(GroupLearner):
-    def score(self, params, groups, temperature):
-        recorded = [t.logprobs for group in groups for t in group.trajectories]
-        return Scores(recorded, recorded)
-
-
 @pytest.mark.parametrize("words", [(), ("--advantage.adjust=entropy_bonus",), ("--surrogate=kl_cov",)], ids=str)
 def test_explanations_alone_have_the_leaves_of_every_batch(words):
     """Else a step in which nothing but explanations trains would compile a program of its own (ExPO)."""
+
+    class ScoredAsSampled(GroupLearner):
+        def score(self, params, groups, temperature):
+            recorded = [t.logprobs for t in method_groups.trajectories(groups)]
+            return Scores(recorded, recorded)
+
     learner = ScoredAsSampled(method("expo", *words), None, lambda problem: [1, 2])
     usual, _ = learner.rows([group()], a_run())
     alone = learner.explanation_rows([method_groups.make_group([1], condition=["explanation"])], a_run())
-    usual_leaves, leaves = (
-        jax.tree.structure(pack(rows, BatchConfig(row_length=16, rows=1), 1)[0]) for rows in (usual, alone)
-    )
-    assert leaves == usual_leaves
+    leaves = [jax.tree.structure(pack(rows, BatchConfig(row_length=16, rows=1), 1)[0]) for rows in (usual, alone)]
+    assert leaves[0] == leaves[1]
     assert not any(row.entropy_coefficient or np.any(row.marked) for row in alone if row.marked is not None)
 
 
@@ -99,14 +92,6 @@ def test_the_drift_of_a_tracker_is_that_of_its_remembered_samples():
     assert placed(method("grpo")).drift([first], run) == {}
 
 
-def test_problems_are_chosen_among_several_batches():
-    (batches, state), rng = core.batches_of_problems(), np.random.default_rng(0)
-    config = method("spo", "--group.problems=4", "--plan.problems.pool=3", "--batch.updates=1")
-    chosen = draw_problems(config, batches, state, rng)
-    assert len({p.uid for p in chosen}) == 4
-    assert len(list(batches)) == 6
-
-
 @pytest.mark.parametrize("second", ["none", "value", "retry", "scaffold"])
 def test_rollouts_that_a_budget_adds_join_their_group_whatever_follows(second):
     """A pilot of four, of which one problem failed all; then the rest of 16, and what the second wave makes of it."""
@@ -115,16 +100,14 @@ def test_rollouts_that_a_budget_adds_join_their_group_whatever_follows(second):
 
     def sample_requests(weights, requests, options, partial):
         won = [[(r.problem.uid == "b") * (i % 2) for i in r.samples] for r in requests]
-        made = [method_groups.make_group(w, uid=r.problem.uid) for r, w in zip(requests, won, strict=True)]
-        waves.append(made)
-        return ScoredRollouts(tuple(replace(g, problem=r.problem) for g, r in zip(made, requests, strict=True)))
+        waves.append([method_groups.make_group(w, problem=r.problem) for r, w in zip(requests, won, strict=True)])
+        return ScoredRollouts(tuple(waves[-1]))
 
     groups = core.round_of(config, sample_requests, problems, step=0).rolled
     assert [[group.size for group in wave] for wave in waves[:2]] == [[4, 4], [1, 7]]
-    pilot, rest = ([t for group in wave for t in group.trajectories] for wave in waves[:2])
-    kept = {t for group in groups for t in group.trajectories}
+    pilot, rest, kept = map(method_groups.trajectories, (*waves[:2], groups))
     lost = set(waves[0][0].trajectories + waves[1][0].trajectories) if second == "value" else set()
-    assert {*pilot, *rest} - kept == lost, "a group without signal gives way as a whole"
+    assert {*pilot, *rest} - {*kept} == lost, "a group without signal gives way as a whole"
 
 
 def test_most_rows_bounds_every_plan():
@@ -132,28 +115,26 @@ def test_most_rows_bounds_every_plan():
     one_of_two = method("knapsack", "--group.problems=8", "--group.size=4", "--batch.updates=8")
     assert most_rows(one_of_two) == 32 - 7 * 2, "seven problems keep two rollouts each"
     assert most_rows(method("expo", "--group.problems=8", "--group.size=4", "--plan.second.count=2")) == 32 + 16
+    (batches, state), rng = core.batches_of_problems(), np.random.default_rng(0)
+    config = method("spo", "--group.problems=4", "--plan.problems.pool=3", "--batch.updates=1")
+    assert len({p.uid for p in draw_problems(config, batches, state, rng)}) == 4 and len(list(batches)) == 6
 
 
-def test_recipes_in_which_the_ratio_matters_have_several_updates():
+def test_what_the_core_promises_of_its_recipes_and_conditions():
+    """Several updates where the ratio matters; a first wave that does not fit goes plain; leaves of planned batches."""
     names = ("vespo", "drift_mask", "luspo", "seq_mask_tis", "scalerl")
     core.test_recipes_in_which_the_ratio_matters_have_several_updates(names)
+    for condition in (Condition("hint", 1), Condition("paraphrase", 1)):
+        core.test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(condition)
+    packs("microcoder")
 
 
 def test_a_dry_run_knows_that_a_moved_prompt_gives_a_ratio(capsys):
     core.test_a_dry_run_says_when_no_ratio_can_differ_from_1("guide_grpo", [], False, capsys)
 
 
-@pytest.mark.parametrize("condition", [Condition("hint", 1), Condition("paraphrase", 1)], ids=str)
-def test_a_first_wave_that_does_not_fit_goes_plain(condition):
-    core.test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(condition)
-
-
 def test_a_budget_of_several_waves_has_no_rows_to_go_on_with(tmp_path):
     refused_with_partial(tmp_path, "--plan.budget=knapsack")
-
-
-def test_a_planned_batch_has_the_leaves_that_rows_of_several_temperatures_pack():
-    packs("microcoder")
 
 
 @pytest.mark.parametrize("factor", ["rejection", "veto"])

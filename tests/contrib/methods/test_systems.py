@@ -8,44 +8,34 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_roc_jax import Group, ModelConfig, Problem, RewardConfig, Turn, initial_state, next_state, train_rows
+from grpo_roc_jax.contrib.methods import hill, masa
 from grpo_roc_jax.contrib.methods import tw_grpo as tw
 from grpo_roc_jax.contrib.methods.arise import choose_skill
 from grpo_roc_jax.contrib.methods.consistency_grpo import stability_rewards, word_entropy
 from grpo_roc_jax.contrib.methods.group_rank import Ranking, ranking_reward
-from grpo_roc_jax.contrib.methods.hill import gives_away, hint_advantages, hint_reward, mixed_probability, rewarded
 from grpo_roc_jax.contrib.methods.m_grpo import aligned, second_reward
-from grpo_roc_jax.contrib.methods.masa import length_score, notion_share, notions, pass_score
 from grpo_roc_jax.contrib.methods.resume_screening import Screening, experience, verdict_in
 from grpo_roc_jax.contrib.methods.v_05 import shrunk_baseline
 from grpo_roc_jax.contrib.methods.vspo import capped_draw, task_value
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
 from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
-from grpo_roc_jax.model.config import ModelConfig, SomeExtras
+from grpo_roc_jax.model.config import SomeExtras
 from grpo_roc_jax.model.transformer import init_params, unembed
-from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Turn
-from tests.helpers.method_groups import (
-    advantages,
-    close,
-    make_group,
-    method,
-    saying,
-    shaped,
-    trajectories,
-    waved,
-)
+from grpo_roc_jax.types import ToolCall, ToolResult
+from tests.helpers import method_groups
+from tests.helpers.method_groups import advantages, close, make_group, method, other, saying, shaped, waved
+from tests.method.test_planning import asked, first, planned
 
 
 def test_v_05():
     close(shrunk_baseline(np.array([1.0, 0, 0, 1]), 0.6), [0.6, 1.0])
     close(shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95), [0.339286, 0.127551])
-    table = ProblemTable().put(["p"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
-    shrunk = {"baseline": "shrunk", "scale": "none"}
-    values = advantages([make_group([0, 0, 0, 1])], AlgoState(table=table), advantage=shrunk)
+    state = AlgoState(table=ProblemTable().put(["p"], {"alpha": np.array([0.95]), "beta": np.array([0.05])}))
+    values = advantages([make_group([0, 0, 0, 1])], state, advantage={"baseline": "shrunk", "scale": "none"})
     close(values, np.array([0, 0, 0, 1]) - 0.339286)
 
 
@@ -53,7 +43,7 @@ def test_vspo():
     """Two groups without signal make room for groups of the mixed problems, one of each at most."""
     close(task_value(0.25), 0.140625)
     groups = [make_group(r, uid=str(i)) for i, r in enumerate(([0, 0], [0, 1], [1, 1], [1, 0], [0, 0]))]
-    plan = method(plan={"second": {"kind": "value", "most": 1}}).plan
+    plan = planned(second={"kind": "value", "most": 1})
     requests = next_wave(waved(groups, 1, plan), plan)
     assert sorted((r.place, r.count) for r in requests) == [(1, 2), (3, 2)]
     results = [make_group([1, 1], uid=str(r.place)) for r in requests]
@@ -68,14 +58,13 @@ def test_vspo():
 
 def test_masa():
     """The first prediction names a notion, a length and a rate; the second says nothing."""
-    close(pass_score(6 / 8, 0.5), 0.316228)
-    assert [length_score(n, [10, 50]) for n in (30, 50)] == [1, 0]
+    close(masa.pass_score(6 / 8, 0.5), 0.316228)
+    assert [masa.length_score(n, [10, 50]) for n in (30, 50)] == [1, 0]
     solved = saying(make_group([1, 0, 1, 0], lengths=[2, 3, 8, 3]), "use gcd", "the sum", "gcd", "sum")
-    assert notion_share(notions("gcd SUM"), Counter(gcd=2, use=1), Counter(the=1, sum=2)) == 0.5
-    plan = method(plan={"second": {"kind": "predict", "count": 2}}).plan
+    assert masa.notion_share(masa.notions("gcd SUM"), Counter(gcd=2, use=1), Counter(the=1, sum=2)) == 0.5
+    plan = planned(second={"kind": "predict", "count": 2})
     (request,) = next_wave(waved([solved], 1, plan), plan)
-    assert (request.count, str(request.condition)) == (2, "prediction")
-    assert next_wave(waved([solved], 2, plan), plan) == []
+    assert asked([request]) == [(0, 2, "prediction")] and next_wave(waved([solved], 2, plan), plan) == []
     scored = saying(make_group([1, 1], condition=["prediction"] * 2), "gcd sum 6 4", "")
     (merged,) = plan.second.merge([solved], [request], [scored])
     close(merged.rewards[4:], [(0.5 + 0.316228 + 1) / 3, 0])
@@ -98,6 +87,11 @@ def test_token_weights():
     for row in tw.weighted(train_rows([group], method(), AlgoState()), [group], None, lambda *_: iter([first, second])):
         np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
     assert tw.weighted([], [Group(group.problem, (), ())], None) == [] and tw.token_weights([]).tolist() == []
+    # Positions that differ by rounding weigh the same.
+    logprobs = np.log(np.full((3, 4, 5), 0.2)) + np.random.default_rng(0).normal(0, 1e-12, (3, 4, 5))
+    far = np.log(np.array([[0.9, 0.1], [0.1, 0.9]]))[:, None]
+    assert tw.token_weights([np.repeat(far, 3, axis=1) + np.arange(3)[:, None] * 1e-12]).tolist() == [1, 1, 1]
+    assert tw.token_weights([logprobs]).tolist() == [1, 1, 1, 1]
 
 
 def test_token_weights_follow_the_logits_of_the_model():
@@ -112,13 +106,6 @@ def test_token_weights_follow_the_logits_of_the_model():
     tokens = np.stack([row.tokens for row in rows])
     hidden = tw.hidden_states(config)(params, tokens, places, np.ones((2, 4), np.int32))
     np.testing.assert_allclose(seen, jax.nn.log_softmax(unembed(params, hidden, config))[:, :-1], atol=1e-5)
-
-
-def test_positions_that_differ_by_rounding_weigh_the_same():
-    logprobs = np.log(np.full((3, 4, 5), 0.2)) + np.random.default_rng(0).normal(0, 1e-12, (3, 4, 5))
-    far = np.log(np.array([[0.9, 0.1], [0.1, 0.9]]))[:, None]
-    assert tw.token_weights([np.repeat(far, 3, axis=1) + np.arange(3)[:, None] * 1e-12]).tolist() == [1, 1, 1]
-    assert tw.token_weights([logprobs]).tolist() == [1, 1, 1, 1]
 
 
 def answering(*answers):
@@ -153,10 +140,21 @@ def test_resume_screening():
     assert [verdict_in(t) for t in ("SELECTED 75", '{"status": "consider", "score": 80}', "REJECTED 9", "so", "")] == [
         (True, 75), (True, 80), (False, 9), (False, 0), (False, 0)
     ]  # fmt: skip
-    years = [(75, 7), (75, 6), (49, 2), (86, 2), (39, 5), (60, 2), (80, 6.5)]
-    assert [experience(*pair) for pair in years] == [1, 1, 1, -1, -1, 0, 0]
-    bounds = [(50, 3), (80, 6), (50, 2), (85, 2), (40, 5)]
-    assert [experience(*pair) for pair in bounds] == [1, 0, 0, 0, 0]
+    years = [
+        (75, 7),
+        (75, 6),
+        (49, 2),
+        (86, 2),
+        (39, 5),
+        (60, 2),
+        (80, 6.5),
+        (50, 3),
+        (80, 6),
+        (50, 2),
+        (85, 2),
+        (40, 5),
+    ]
+    assert [experience(*pair) for pair in years] == [1, 1, 1, -1, -1, 0, 0, 1, 0, 0, 0, 0]
     selected = Problem("p", "?", "SELECTED 75", "t", {"years": 7})
     group = answering("SELECTED 75", "SELECTED 50", "REJECTED 75", "none")
     pay = Screening().function(RewardConfig())
@@ -180,11 +178,8 @@ def test_consistency_grpo():
     with given({"size": len}):
         close(shaped(group, "stability", entropy="size", helpfulness=0.2, stability=0.3), [0.2, 0])
     assert not shaped(saying(make_group([1, 0]), "a b", "a"), "stability").any(), "one wording has no other"
-
-
-def test_texts_of_the_same_words_are_equally_informative():
-    words = [f"w{i}" for i in range(7) for _ in range(i + 1)]
-    rng = np.random.default_rng(0)
+    # Texts of the same words are equally informative.
+    words, rng = [f"w{i}" for i in range(7) for _ in range(i + 1)], np.random.default_rng(0)
     values = np.array([word_entropy(" ".join(rng.permutation(words))) for _ in range(12)])
     assert np.ptp(values) > 0, "otherwise this shows nothing"
     assert stability_rewards(values, np.arange(12) % 3, 0.5, 0.5).tolist() == [0.5] * 12
@@ -202,7 +197,7 @@ def test_arise():
     wave = Wave([problem], 2, initial_state(config), generator)
     (request,) = first_wave(wave, config.plan)
     assert (str(request.condition), request.suffix) == ("skill:2", "\nSkill: sum the digits")
-    group = replace(make_group([1, 1], condition=["skill:2"] * 2), problem=problem)
+    group = make_group([1, 1], condition=["skill:2"] * 2, problem=problem)
     after = AlgoState.from_tree(next_state([group], [group], config, wave.state).to_tree())
     close(after.memory["skill_utility"], [0.5, 0.65, 0.5])  # 0.9 * 0.5 + 0.1 * (1 + 1)
     close(shaped(make_group([1, 0, 1], condition=["skill:1", "skill:1", ""]), "skill_bonus"), [2, 0, 1])
@@ -212,27 +207,27 @@ def test_arise():
     assert str(first_wave(replace(wave, state=after), only)[0].condition) == "skill:2", "the most useful one"
 
 
-def test_hill_rewards():
-    """The specification's vector; a hint that is not needed later, one that helps no more than none, one that leaks."""
-    close(mixed_probability(0.25, 8), 0.899872)
-    close([hint_reward(0.25, 8, gap) for gap in (-0.15, 0.3)], [0.545800, 0.899872])
-    assert hint_reward(1.0, 8, 0.0) == hint_reward(0.25, 8, 0.0, unhinted=0.25) == 0
-    problem = Problem("p", "?", "12", "t")
-    assert [gives_away(problem, text) for text in ("it is 12!", " ", "try 120", "3*4")] == [True, True, False, False]
-    assert [gives_away(replace(problem, answer=""), text) for text in ("walk east first.", "")] == [False, True]
-
-
 def test_hill():
-    """A failed problem gets two hints and two rollouts under each; the third hint gives the answer away."""
-    plan = method(plan={"second": {"kind": "rival_hints", "count": 3, "rollouts": 2}}).plan
+    """The specification's vector; a hint that is not needed later, one that helps no more than none, one that leaks."""
+    close(hill.mixed_probability(0.25, 8), 0.899872)
+    close([hill.hint_reward(0.25, 8, gap) for gap in (-0.15, 0.3)], [0.545800, 0.899872])
+    assert hill.hint_reward(1.0, 8, 0.0) == hill.hint_reward(0.25, 8, 0.0, unhinted=0.25) == 0
+    problem = Problem("p", "?", "12", "t")
+    assert [hill.gives_away(problem, text) for text in ("it is 12!", " ", "try 120", "3*4")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [hill.gives_away(replace(problem, answer=""), text) for text in ("walk east first.", "")] == [False, True]
+    # A failed problem gets two hints and two rollouts under each; the third hint gives the answer away.
+    plan = planned(second={"kind": "rival_hints", "count": 3, "rollouts": 2})
     failed, solved = make_group([0, 0], uid="a"), make_group([1, 0], uid="b")
     requests = next_wave(waved([failed, solved], 1, plan), plan)
-    assert [(r.place, r.count, str(r.condition)) for r in requests] == [(0, 1, f"hint_writer:{k}") for k in (1, 2, 3)]
+    assert asked(requests) == [(0, 1, f"hint_writer:{k}") for k in (1, 2, 3)]
     assert requests[0].suffix == "\nWrite a hint without the result for: 1" and plan.second.extra_rows == 9
-    wrote = [
-        saying(make_group([1], uid="a", condition=[str(r.condition)]), text)
-        for r, text in zip(requests, ("add", "halve", "so 1"), strict=True)
-    ]
+    texts = zip(requests, ("add", "halve", "so 1"), strict=True)
+    wrote = [saying(make_group([1], uid="a", condition=[str(r.condition)]), text) for r, text in texts]
     hinted = plan.second.merge([failed, solved], requests, wrote)
     assert not hinted[0].correct.any() and hinted[1] is solved
     requests = next_wave(waved(hinted, 2, plan), plan)
@@ -240,22 +235,22 @@ def test_hill():
     assert requested == [(2, "hint:1", "\nHint: add"), (2, "hint:2", "\nHint: halve")]
     results = [make_group([1, 0], uid="a", condition=[str(r.condition)] * 2, prompt=[5, 5]) for r in requests]
     groups = plan.second.merge(hinted, requests, results)
-    assert next_wave(waved(groups, 3, plan), plan) == [] and hint_advantages(solved, np.zeros(2)) is None
+    assert next_wave(waved(groups, 3, plan), plan) == [] and hill.hint_advantages(solved, np.zeros(2)) is None
     lost, _ = plan.second.merge(hinted, requests[:1], results[:1])  # without the rollouts of the second hint
-    close(hint_advantages(lost, np.zeros(lost.size))[2:5], z_score(np.array([0.5, 0, -1])))
+    close(hill.hint_advantages(lost, np.zeros(lost.size))[2:5], z_score(np.array([0.5, 0, -1])))
     # The pass under the plain prompt finds the first hint's success 0.3 nats a token less likely: 0.5 / e against 0.5
     # and -1.
     expected = [0, 0, *z_score(np.array([0.5 / np.e, 0.5, -1])), 0, 0, *z_score(np.array([1.0, 0]))]
     seen = []
 
     def score(params, groups):
-        members = trajectories(groups)
+        members = method_groups.trajectories(groups)
         seen.extend(t.prompt_length for t in members)
         return [t.logprobs - np.float32(0.3 * (i == 5)) * t.policy_mask for i, t in enumerate(members)]
 
     policy = SimpleNamespace(prompt_ids=lambda problem: [1, 2, 3], trained=None, score=score)
     rows = train_rows(groups, method(), AlgoState())
-    after = [row.advantages[-1] for row in rewarded(rows, groups, policy)]
+    after = [row.advantages[-1] for row in hill.rewarded(rows, groups, policy)]
     close(after, [*expected, *[row.advantages[-1] for row in rows[9:]]])
     assert seen[5:9] == [3] * 4, "hinted responses under the plain prompt"
 
@@ -269,18 +264,14 @@ def test_m_grpo():
     group = make_group([1, 0], lengths=[6, 6])
     call, bad = ToolCall("python", {}, "1"), ToolCall("python", {}, "1", "malformed_call")
     calls = [((call,), (ToolResult("ok"),)), ((bad,), (ToolResult("malformed_call"),))]
-    members = tuple(
-        replace(t, turns=(Turn(2, 5, "a", *made), Turn(6, 8, "b")))
-        for t, made in zip(group.trajectories, calls, strict=True)
-    )
-    group = replace(group, trajectories=members)
+    group = other(group, turns=[(Turn(2, 5, "a", *made), Turn(6, 8, "b")) for made in calls])
     first, second = train_rows([group], method(2, advantage={"kind": "m_grpo", "calls": 2}), AlgoState())
     close(first.advantages[2:], [2, 2, 2, 1, 1, 1])  # rewards 1 and 0, each call twice
     close(second.advantages, -first.advantages)
     with given({"judge": lambda problem, turn: 0.5}):
         judged = method(2, advantage={"kind": "m_grpo", "calls": 1, "expert": "judge"}).advantage
         assert [len(v) for v in judged.of_calls(group, SimpleNamespace(state=AlgoState()))] == [1, 1]
-    broken = replace(group, verdicts=tuple(replace(v, well_formed=False) for v in group.verdicts))
+    broken = other(group, verdicts={"well_formed": [False] * 2})
     rows = train_rows([broken], method(2, advantage="m_grpo"), AlgoState())
     assert not any(row.advantages[5:].any() for row in rows), "no reward without the format"
 
@@ -298,23 +289,17 @@ def test_grao():
 
 def test_ps_grpo():
     """Each answer against those under other wordings: 12 agrees with one of two, 7 with none."""
-    plan = method(plan={"condition": "paraphrases"}).plan
+    plan = planned(condition="paraphrases")
     problem = Problem("p", "2*6?", "12", "t", {"paraphrases": ["6*2?", "two by six?"]})
-    requests = first_wave(Wave([problem], 4, AlgoState(), np.random.default_rng(0)), plan)
-    assert [(r.problem.prompt, r.count, str(r.condition)) for r in requests] == [
-        ("2*6?", 2, ""),
-        ("6*2?", 1, "paraphrase:1"),
-        ("two by six?", 1, "paraphrase:2"),
-    ]
-    plain = first_wave(Wave([replace(problem, extra={})], 1, AlgoState(), np.random.default_rng(0)), plan)
-    assert [r.problem.prompt for r in plain] == ["2*6?"]
+    requests = first([problem], 4, plan)
+    assert asked(requests) == [(0, 2, ""), (0, 1, "paraphrase:1"), (0, 1, "paraphrase:2")]
+    assert [r.problem.prompt for r in requests] == ["2*6?", "6*2?", "two by six?"]
+    assert [r.problem.prompt for r in first([replace(problem, extra={})], 1, plan)] == ["2*6?"]
     templates = ["Q: 2*6?", "2*6? Answer!"]
     for extra, others in (({}, templates), ({"paraphrases": None}, templates), ({"paraphrases": "6*2?"}, ["6*2?"])):
         assert [p.prompt for p in plan.condition.wordings(replace(problem, extra=extra))][1:] == others
-    group = make_group([1, 0, 1, 0], condition=["", "", "paraphrase:1", "paraphrase:2"])
-    answers = ["12", "so 12", "12", None]
-    verdicts = tuple(replace(v, answer=a) for v, a in zip(group.verdicts, answers, strict=True))
-    group = replace(group, verdicts=verdicts)
+    conditions, answers = ["", "", "paraphrase:1", "paraphrase:2"], ["12", "so 12", "12", None]
+    group = make_group([1, 0, 1, 0], condition=conditions, answer=answers)
     close(shaped(group, "agreement"), [0.5, 0.25, (1 + 0.5 + 0) / 3, 0])  # the last has no answer: its turn says text
     with given({"same": lambda a, b: float(a == b)}):
         close(shaped(group, "agreement", similarity="same"), [0.5, 0, 1 / 3, 0])
@@ -323,12 +308,11 @@ def test_ps_grpo():
 
 def test_rgr_grpo():
     """A poor group's best rollout again, with the rubric; a better one replaces the worst and trains without it."""
-    plan = method(plan={"second": "refine"}).plan
+    plan = planned(second="refine")
     rubric = {"rubric": ["be short", {"text": "be right", "weight": 2}]}
-    poor = saying(make_group([0.2, 0.5, 0.1], uid="a"), "x", "best", "z")
-    poor = replace(poor, problem=Problem("a", "?", "1", "t", rubric))
+    poor = saying(make_group([0.2, 0.5, 0.1], problem=Problem("a", "?", "1", "t", rubric)), "x", "best", "z")
     (request,) = next_wave(waved([poor, make_group([1, 0], uid="b")], 1, plan), plan)
-    assert (request.place, request.count, str(request.condition)) == (0, 1, "refinement")
+    assert asked([request]) == [(0, 1, "refinement")]
     assert request.suffix == "\nImprove this:\nbest\n- be short\n- be right"
     better = make_group([0.9], uid="a", condition=["refinement"], prompt=[9])
     (merged,) = plan.second.merge([poor], [request], [better])
@@ -343,40 +327,31 @@ def test_rank_grpo():
     """Positions against positions: two items and three, the third beyond what was asked for."""
     advantage = method(advantage={"kind": "positions", "items": 2, "overflow": 0.5}).advantage
     values = advantage.by_position([np.array([1.0, 0]), np.array([0.0, 0, 1]), np.array([0.5])])
-    close(values[0], [1, 0])
-    close(values[1], [-1, 0, -0.5])
-    close(values[2], [0])
-    group = make_group([1, 0], lengths=[4, 4])
-    turns = (Turn(2, 4, "a"), Turn(5, 6, "b"))
-    group = replace(
-        group,
-        trajectories=tuple(replace(t, turns=turns) for t in group.trajectories),
-        verdicts=tuple(replace(v, turn_rewards=pay) for v, pay in zip(group.verdicts, [(0, 1), (0, 0)], strict=True)),
-    )
-    (first, second) = train_rows([group], method(advantage="positions"), AlgoState())
-    close(first.advantages, [0, 0, 0, 0, 0, 0.707106])
-    close(second.advantages, -first.advantages)
+    close(np.concatenate(values), [1, 0, -1, 0, -0.5, 0])
+    group, pay = make_group([1, 0], lengths=[4, 4]), {"turn_rewards": [(0, 1), (0, 0)]}
+    group = other(group, turns=[(Turn(2, 4, "a"), Turn(5, 6, "b"))] * 2, verdicts=pay)
+    (won, lost) = train_rows([group], method(advantage="positions"), AlgoState())
+    close(won.advantages, [0, 0, 0, 0, 0, 0.707106])
+    close(lost.advantages, -won.advantages)
 
 
 def test_think_tuning():
     """Half of a group's failures continue after feedback, which trains with a weight of its own."""
-    plan = method(plan={"second": {"kind": "feedback", "share": 0.5}}).plan
+    plan = planned(second={"kind": "feedback", "share": 0.5})
     problem = Problem("p", "?", "1", "t", {"hints": ["look again", "so"]})
-    group = replace(saying(make_group([0, 1, 0, 0], tokens=[[7, 8, 9]] * 4), "a", "b", "c", "d"), problem=problem)
+    group = saying(make_group([0, 1, 0, 0], tokens=[[7, 8, 9]] * 4, problem=problem), "a", "b", "c", "d")
     requests = next_wave(waved([group], 1, plan, thought=lambda t: 2), plan)
-    assert [(r.prefix, r.prefix_text, str(r.condition)) for r in requests] == [
-        ((7, 8), "\nWait: look again\n", "feedback")
-    ] * 2
+    continued = ((7, 8), "\nWait: look again\n", "feedback")
+    assert [(r.prefix, r.prefix_text, str(r.condition)) for r in requests] == [continued] * 2
     with given({"tutor": lambda problem, attempt: f"why {attempt}?"}):
-        taught = method(plan={"second": {"kind": "feedback", "teacher": "tutor", "share": 0.3}}).plan
+        taught = planned(second={"kind": "feedback", "teacher": "tutor", "share": 0.3})
         (request,) = next_wave(waved([group], 1, taught), taught)
         assert request.prefix_text == "\nWait: why a?\n"
     for extra in ({}, {"hints": None}):
         assert next_wave(waved([replace(group, problem=replace(problem, extra=extra))], 1, plan), plan) == []
     made = make_group([1], lengths=[6], condition=["feedback"])
     masked = np.array([0, 0, 0, 0, 0, 0, 1, 1], bool)  # prompt 2, prefix 2, feedback 2, continued 2
-    (trajectory,) = made.trajectories
-    result = replace(made, trajectories=(replace(trajectory, policy_mask=masked, versions=np.where(masked, 0, -1)),))
+    result = other(made, policy_mask=[masked], versions=[np.where(masked, 0, -1)])
     (merged,) = plan.second.merge([group], requests[:1], [result])
     assert [str(t.condition) for t in merged.trajectories] == ["", "", "", "feedback"]
     assert merged.rewards.tolist() == [1, 0, 0, 1]
