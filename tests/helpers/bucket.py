@@ -8,35 +8,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from urllib.parse import parse_qs, unquote, urlsplit
 
-ENVIRON = {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
-
 
 class Bucket:
     """Objects by name. `refuse` counts requests that are still to be answered with `status`."""
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, int]] = {}
-        self.refuse, self.status = 0, 503
-        self.generations = count(1)
-        self.lock = threading.Lock()
-        self.address = ""
-
-    @property
-    def environ(self) -> dict[str, str]:
-        return ENVIRON | {"TENSORSTORE_GCS_HTTP_URL": self.address}
+        self.refuse, self.status, self.generations, self.lock = 0, 503, count(1), threading.Lock()
+        self.environ = {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes, int]:
         """(status, content, generation) of a request."""
         split = urlsplit(path)
         words = {name: items[0] for name, items in parse_qs(split.query).items()}
-        name = unquote(split.path.partition("/o/")[2])
+        name = words["name"] if method == "POST" else unquote(split.path.partition("/o/")[2])
         with self.lock:
             if self.refuse:
                 self.refuse -= 1
                 return self.status, b"", 0
             if method == "POST":
-                self.objects[words["name"]] = body, next(self.generations)
-                name = words["name"]
+                self.objects[name] = body, next(self.generations)
                 return 200, json.dumps(self.about(name)).encode(), self.objects[name][1]
             if not name:
                 items = [self.about(key) for key in sorted(self.objects) if key.startswith(words.get("prefix", ""))]
@@ -46,7 +37,7 @@ class Bucket:
             if method == "DELETE":
                 del self.objects[name]
                 return 204, b"", 0
-            return 200, self.objects[name][0], self.objects[name][1]
+            return 200, *self.objects[name]
 
     def about(self, name: str) -> dict[str, str]:
         content, generation = self.objects[name]
@@ -75,11 +66,10 @@ def served() -> Iterator[Bucket]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    bucket.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield bucket
-    finally:
-        server.shutdown()
-        server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        bucket.environ["TENSORSTORE_GCS_HTTP_URL"] = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield bucket
+        finally:
+            server.shutdown()

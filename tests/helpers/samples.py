@@ -13,18 +13,12 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
     offset = 20
     for index in range(turns):
         length = int(rng.integers(1, width))
-        failed = bool(rng.random() < 0.4)
+        kind, error = ("exception", "ValueError") if rng.random() < 0.4 else ("ok", "")
         raw = '{"name": "python", "arguments": {"code": "print(1)"}}'
         call = ToolCall("python", {"code": f"print({index})"}, raw=raw)
-        result = ToolResult(
-            "exception" if failed else "ok",
-            stdout=f"{index}\n",
-            error_type="ValueError" if failed else "",
-            wall_ms=float(rng.uniform(1, 30)),
-            isolation="process",
-            worker_id=1,
-            observation=f"<tool_response>{index} é</tool_response>",
-        )
+        shown = {"stdout": f"{index}\n", "observation": f"<tool_response>{index} é</tool_response>"}
+        worker = {"wall_ms": float(rng.uniform(1, 30)), "isolation": "process", "worker_id": 1}
+        result = ToolResult(kind, error_type=error, **shown, **worker)
         last = index == turns - 1
         text = "<answer>\\boxed{7}</answer>" if last else f"<reason>step {index}</reason><tool_call>{raw}</tool_call>"
         answer = {"reply": "no", "reward": 0.5} if last and sample % 2 else {}  # of an environment
@@ -34,11 +28,12 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         mask.append(np.arange(length + observed) < length)
         offset += length + observed
     policy = np.concatenate(mask)
+    odd = {"reward": 1.5, "opening": " It rains."} if sample % 2 else {}
     return Trajectory(
-        tokens=np.concatenate(tokens).astype(np.int32),
-        policy_mask=policy,
-        logprobs=np.where(policy, -rng.exponential(size=offset), 0).astype(np.float32),
-        versions=np.where(policy, step, -1).astype(np.int32),
+        np.concatenate(tokens).astype(np.int32),
+        policy,
+        np.where(policy, -rng.exponential(size=offset), 0).astype(np.float32),
+        np.where(policy, step, -1).astype(np.int32),
         prompt_length=20,
         turns=tuple(made),
         stop="answer",
@@ -46,8 +41,7 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         seconds=float(rng.uniform(0, 3)),
         condition=Condition("hint" if sample % 5 == 4 else ""),
         temperature=0.9 if sample % 3 else None,
-        reward=1.5 if sample % 2 else None,
-        opening=" It rains." if sample % 2 else "",
+        **odd,
     )
 
 

@@ -1,21 +1,24 @@
-"""A stream of rollouts on an engine that computes nothing: rows end at random, a call draws a token."""
+"""A stream of rollouts on an engine that computes nothing (rows end at random, a call draws a token), in threads that
+stand for processes."""
 
 import functools
 import itertools
+import pickle
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
-from grpo_roc_jax.config import read_config
+import grpo_roc_jax as g
 from grpo_roc_jax.engine.protocol import RolloutStats
-from grpo_roc_jax.method.compose import initial_state
+from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.rollout.sampler import Sampler
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.stream.rollout_stream import RolloutStream, age_metrics
-from grpo_roc_jax.types import Group, Problem, RolloutRequest
 from tests.helpers.samples import make_group, make_trajectory
 
 PROBLEMS, SAMPLES = 3, 2
@@ -24,7 +27,7 @@ PROBLEMS, SAMPLES = 3, 2
 @functools.cache
 def known(*words):
     """A configuration, read once."""
-    return read_config(f"group.problems={PROBLEMS}", *words)
+    return g.read_config(f"group.problems={PROBLEMS}", *words)
 
 
 def limit(lag, late="wait"):
@@ -38,9 +41,8 @@ class FakeEngine:
     def __init__(self, seed):
         self.rng, self.version = np.random.default_rng(seed), 0
         self.rows: dict[int, list] = {}
-        self.tickets, self.ended, self.released = itertools.count(), [], 0
-        self.finished = []
-        self.submitted: list[RolloutRequest] = []
+        self.tickets, self.released = itertools.count(), 0
+        self.ended, self.finished, self.submitted = [], [], []
 
     def submit(self, sampler, requests):
         assert sampler == self.version
@@ -52,11 +54,20 @@ class FakeEngine:
         self.submitted += rows
         return tickets
 
+    def ends(self):
+        return [ticket for ticket in self.rows if self.rng.random() < 0.2]
+
+    def leave(self, tickets):
+        """(ticket, trajectory) of rows that end, after those that were cancelled."""
+        out = self.ended + [(ticket, self.trajectory(ticket, "answer")) for ticket in tickets]
+        self.ended, self.rows = [], {t: row for t, row in self.rows.items() if t not in tickets}
+        return out
+
     def evaluate(self):
         """Some rows end during a batch; the next call of `advance` returns them alone."""
-        ends = [ticket for ticket in self.rows if self.rng.random() < 0.2]
-        self.finished += [(ticket, self.trajectory(ticket, "answer")) for ticket in ends]
-        self.rows = {ticket: row for ticket, row in self.rows.items() if ticket not in ends}
+        ended, self.ended = self.ended, []
+        self.finished += self.leave(self.ends())
+        self.ended = ended
 
     def advance(self, timeout_s=np.inf):
         if self.finished:
@@ -64,22 +75,19 @@ class FakeEngine:
             return out
         for _, versions in self.rows.values():
             versions.append(self.version)
-        ends = [ticket for ticket in self.rows if self.rng.random() < 0.2]
-        if not ends and timeout_s and self.rows:
-            ends = [min(self.rows)]
-        out = self.ended + [(ticket, self.trajectory(ticket, "answer")) for ticket in ends]
-        self.ended, self.rows = [], {t: row for t, row in self.rows.items() if t not in ends}
-        return out
+        ends = self.ends()
+        return self.leave([min(self.rows)] if not ends and timeout_s and self.rows else ends)
 
     def trajectory(self, ticket, stop):
         row, versions = self.rows[ticket]
         made = make_trajectory(np.random.default_rng(ticket), row.first_sample, turns=1, width=2)
+        length = 2 + len(versions)
         return replace(
             made,
-            tokens=np.zeros(2 + len(versions), np.int32),
-            policy_mask=np.arange(2 + len(versions)) >= 2,
+            tokens=np.zeros(length, np.int32),
+            policy_mask=np.arange(length) >= 2,
             versions=np.array([-1, -1, *versions], np.int32),
-            logprobs=np.zeros(2 + len(versions), np.float32),
+            logprobs=np.zeros(length, np.float32),
             prompt_length=2,
             turns=(),
             stop=stop,
@@ -109,7 +117,7 @@ class Problems:
 
     def __next__(self):
         self.drawn += self.count
-        return [Problem(f"p{i}", "?", "1", "t") for i in range(self.drawn - self.count, self.drawn)]
+        return [g.Problem(f"p{i}", "?", "1", "t") for i in range(self.drawn - self.count, self.drawn)]
 
     def get_state(self):
         return {"drawn": self.drawn}
@@ -118,36 +126,32 @@ class Problems:
         self.drawn = state["drawn"]
 
 
-class FakeScorer:
+def score_all(problems, rollouts):
     """The same verdict for all that ended."""
-
-    def score_all(self, problems, rollouts):
-        verdict = make_group(0, 1).verdicts[0]
-        ended = [tuple(t for t in rows if t.stop != "cancelled") for rows in rollouts]
-        groups = (Group(problem, rows, (verdict,) * len(rows)) for problem, rows in zip(problems, ended, strict=True))
-        return SimpleNamespace(groups=tuple(groups), counts={"correct": sum(map(len, ended))}, faults=())
-
-
-def stepped(requests, options):
-    """The requests with the step that they begin in, without prompts and tools."""
-    return ([request if request.step is not None else replace(request, step=options.step) for request in requests],)
+    verdict = make_group(0, 1).verdicts[0]
+    ended = [tuple(t for t in rows if t.stop != "cancelled") for rows in rollouts]
+    groups = (g.Group(problem, rows, (verdict,) * len(rows)) for problem, rows in zip(problems, ended, strict=True))
+    return SimpleNamespace(groups=tuple(groups), counts={"correct": sum(map(len, ended))}, faults=())
 
 
 def open_wave(config, chat, wave):
     """Requests without text: under one prompt, or each under its own."""
     parts = [[SAMPLES], [1] * SAMPLES]
-    return [RolloutRequest(p, i, count) for i, p in enumerate(wave.problems) for count in parts[i % 2]]
+    return [g.RolloutRequest(p, i, count) for i, p in enumerate(wave.problems) for count in parts[i % 2]]
 
 
 def sampling_on(engine, config, processes=None):
-    """The group sampler of a configuration on an engine that computes nothing."""
-    sampler = Sampler.of(engine, None, None)
-    sampler.submission = stepped
-    return GroupSampler(sampler, FakeScorer(), processes or Processes(), config.resample, config.group.size)
+    """The group sampler of a configuration on an engine that computes nothing. Its requests have the step that they
+    begin in, without prompts and tools."""
+    sampler, scorer = g.Sampler.of(engine, None, None), SimpleNamespace(score_all=score_all)
+    sampler.submission = lambda requests, options: (
+        [request if request.step is not None else replace(request, step=options.step) for request in requests],
+    )
+    return GroupSampler(sampler, scorer, processes or Processes(), config.resample, config.group.size)
 
 
 def fresh_run(config):
-    return RunState("state", (), Problems(config.group.problems), initial_state(config))
+    return RunState("state", (), Problems(config.group.problems), g.initial_state(config))
 
 
 def opened(config, seed, processes=None):
@@ -200,3 +204,61 @@ def rows_of(rounds, stream):
     """(rows of groups that were trained on, rows of groups that are open)."""
     trained = sum(group.size for _, samples in rounds for group in samples.groups)
     return trained, sum(len(rows) for group in stream.open_groups for rows in group.rows)
+
+
+def contents(batches):
+    """Problems, samples and versions of what was taken."""
+    return [
+        [(g.problem.uid, [(t.sample, t.versions.tolist()) for t in g.trajectories]) for g in samples.groups]
+        for _, samples in batches
+    ]
+
+
+class Hall:
+    """Where the threads of a test meet as processes."""
+
+    def __init__(self, count):
+        self.values, self.texts = [b""] * count, {}
+        self.barrier, self.again = threading.Barrier(count, timeout=120), threading.Barrier(count, self.texts.clear)
+
+
+class Thread(Processes):
+    """A thread as a process."""
+
+    def __init__(self, index, hall):
+        self.index, self.count, self.hall = index, len(hall.values), hall
+        self.preemption, self.posts, self.round = Preemption(), Counter(), 0
+
+    def exchange(self, value):
+        self.round += 1
+        self.hall.values[self.index] = pickle.dumps(value)
+        self.hall.barrier.wait()
+        values = [pickle.loads(data) for data in self.hall.values]
+        self.hall.again.wait()
+        return values
+
+    def post(self, text):
+        self.posts[self.round] += 1
+        assert self.posts[self.round] < 1000, "it waits for groups that nobody rolls out any more"
+        self.hall.texts[self.index] = text
+        return [*self.hall.texts.values()]
+
+
+def in_threads(count, worker):
+    """What `worker(processes)` returns in each of so many processes."""
+    if count == 1:
+        return [worker(Processes())]
+    hall = Hall(count)
+
+    def alone(process):
+        try:
+            return worker(process)
+        except Preempted:
+            raise
+        except BaseException:
+            hall.barrier.abort()  # the others end too
+            raise
+
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(alone, Thread(index, hall)) for index in range(count)]
+        return [each.result() for each in running]

@@ -1,27 +1,16 @@
 """Estimators against enumeration of all subsets; the table against numbers counted by hand."""
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.stats import hypergeom
 
-from grpo_roc_jax.record.accuracy import (
-    all_at_k,
-    avg_at_k,
-    bootstrap,
-    compare,
-    eval_metrics,
-    intervals,
-    maj_at_k,
-    normalized,
-    pass_at_k,
-    reported_ks,
-    summarize,
-)
+from grpo_roc_jax.record import accuracy
+from grpo_roc_jax.record.accuracy import all_at_k, bootstrap, compare, intervals, maj_at_k, pass_at_k, summarize
 from grpo_roc_jax.types import Group, Problem, Verdict
 from tests.helpers.samples import make_trajectory
 
@@ -37,10 +26,17 @@ def test_pass_and_all_at_k_are_means_over_all_subsets(n):
     assert pass_at_k(n, 0, n) == 0.0 and all_at_k(n, n, n) == 1.0
 
 
-def test_pass_at_k_stays_exact_where_binomials_overflow():
+def test_pass_at_k_stays_exact_where_binomials_overflow_and_refuses_impossible_counts():
     assert pass_at_k(100_000, 1, 1) == pytest.approx(1e-5, rel=1e-9)
     assert pass_at_k(5000, 10, 2500) == pytest.approx(1 - math.prod((2500 - i) / (5000 - i) for i in range(10)))
     assert pass_at_k(5000, 3000, 2500) == 1.0
+    for n, c, k in ((4, 5, 1), (4, 1, 5), (4, 1, 0), (0, 0, 1)):
+        with pytest.raises(ValueError, match="must have 1 <= k"):
+            pass_at_k(n, c, k)
+    with pytest.raises(ValueError, match="no samples"):
+        accuracy.avg_at_k([])
+    ks = {1: [1], 4: [1, 2, 4], 12: [1, 2, 4, 8, 12]}
+    assert {n: accuracy.reported_ks(n) for n in ks} == ks
 
 
 def vote(answers) -> dict:
@@ -68,35 +64,23 @@ def test_maj_at_k_is_the_mean_over_all_subsets(seed):
 
 
 def test_votes_by_hand():
-    assert maj_at_k(["a", "b"], [True, False], 2) == 0.5  # a tie is not decided by order
     assert maj_at_k(["1/2", "0.5", "b", "b"], [True, True, False, False], 4) == 0.5  # one answer, two spellings
-    assert maj_at_k(["a", None, None, None], [True, False, False, False], 4) == 1.0  # None does not vote
     assert maj_at_k([None, None], [False, False], 2) == 0.0
-    assert maj_at_k(["a", "b", "c"], [True, False, False], 3) == pytest.approx(1 / 3)
-    assert maj_at_k(["a"] * 64 + ["b"] * 36, [True] * 64 + [False] * 36, 1) == pytest.approx(0.64)
     assert maj_at_k(["a"] * 600 + ["b"] * 400, [True] * 600 + [False] * 400, 1000) == 1.0
     won = hypergeom(100, 60, 51).sf(25)  # 26 of 51 votes
     assert maj_at_k(["a"] * 60 + ["b"] * 40, [True] * 60 + [False] * 40, 51) == pytest.approx(won, rel=1e-9)
-    assert normalized(" X = 3 ") == "x=3" and normalized("  ") is None and normalized(None) is None
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (0, 0, 1)])
-def test_impossible_counts_are_refused(n, c, k):
-    with pytest.raises(ValueError, match="must have 1 <= k"):
-        pass_at_k(n, c, k)
-    with pytest.raises(ValueError, match="no samples"):
-        avg_at_k([])
+    assert accuracy.normalized(" X = 3 ") == "x=3" and accuracy.normalized("  ") is accuracy.normalized(None) is None
 
 
 def group_of(source, uid, statuses, answers=None, calls=(2, 1), stops=()) -> Group:
     rng = np.random.default_rng(0)
-    trajectories = tuple(make_trajectory(rng, i) for i in range(len(statuses)))
-    ended = tuple(dataclasses.replace(t, stop=stop) for t, stop in zip(trajectories, stops, strict=False))
+    rows = [make_trajectory(rng, i) for i in range(len(statuses))]
+    rows[: len(stops)] = [replace(row, stop=stop) for row, stop in zip(rows, stops, strict=False)]
     verdicts = tuple(
-        Verdict(float(s == "correct"), s, a, calls[0], calls[1], 1, True, 3)
+        Verdict(float(s == "correct"), s, a, *calls, 1, True, 3)
         for s, a in zip(statuses, answers or ["x"] * len(statuses), strict=True)
     )
-    return Group(Problem(uid, "p", "a", source), (*ended, *trajectories[len(ended) :]), verdicts)
+    return Group(Problem(uid, "p", "a", source), tuple(rows), verdicts)
 
 
 def test_the_table_by_source():
@@ -126,13 +110,9 @@ def test_the_table_by_source():
     assert overall["problems"] == 3 and overall["samples"] == 10 and overall["infrastructure"] == 3 / 13
     trajectories = [t for g in groups[:2] for t in g.trajectories]
     assert gsm["length"] == pytest.approx(np.mean([t.length - 20 for t in trajectories]))
-    names = eval_metrics(table)
+    names = accuracy.eval_metrics(table)
     assert names["eval/aime:24/avg@4"] == 1.0 and "eval/all/maj@4" in names
     assert summarize([], 4) == {}
-
-
-def test_the_ks_of_a_report():
-    assert reported_ks(1) == [1] and reported_ks(4) == [1, 2, 4] and reported_ks(12) == [1, 2, 4, 8, 12]
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_approximation_and_seeded():
@@ -149,18 +129,16 @@ def test_the_interval_of_a_mean_is_that_of_the_normal_approximation_and_seeded()
 @pytest.mark.parametrize("n", [1, 30, 900])
 def test_scores_that_are_all_equal_are_no_certainty(n):
     """Every draw of a bootstrap is the same there; Wilson's interval at 0 of n is 1.96^2 / (n + 1.96^2) wide."""
-    groups = [group_of("x", f"p{i}", ["wrong"]) for i in range(n)]
-    low, high = intervals(groups, 1)["x"]["avg@1"]
-    assert low == 0 and high == pytest.approx(3.8416 / (n + 3.8416))
-    right = [group_of("x", f"p{i}", ["correct"]) for i in range(n)]
-    assert intervals(right, 1)["x"]["avg@1"] == pytest.approx((1 - high, 1))
+    wide = 3.8416 / (n + 3.8416)
+    for status, expected in (("wrong", (0, wide)), ("correct", (1 - wide, 1))):
+        groups = [group_of("x", f"p{i}", [status]) for i in range(n)]
+        assert intervals(groups, 1)["x"]["avg@1"] == pytest.approx(expected)
 
 
 def test_the_intervals_of_a_table_hold_its_scores():
     right = np.random.default_rng(0).random((60, 4)) < 0.4
-    groups = [
-        group_of("aime" if i % 3 else "amc", f"p{i}", np.where(row, "correct", "wrong")) for i, row in enumerate(right)
-    ]
+    statuses = np.where(right, "correct", "wrong")
+    groups = [group_of("aime" if i % 3 else "amc", f"p{i}", row) for i, row in enumerate(statuses)]
     table, bounds = summarize(groups, 4), intervals(groups, 4)
     assert bounds.keys() == table.keys()
     for source, scores in bounds.items():
@@ -171,13 +149,10 @@ def test_the_intervals_of_a_table_hold_its_scores():
 
 def test_a_comparison_pairs_the_problems_that_both_have():
     """Problems that differ much in difficulty: their spread cancels, as the same problems are compared."""
-    rates = [0.0, 1.0] * 50
-    right, wrong = ["correct"] * 4, ["wrong"] * 4
+    rates, right, wrong = [0.0, 1.0] * 50, ["correct"] * 4, ["wrong"] * 4
     better = [group_of("x", f"p{i}", right if rate else wrong) for i, rate in enumerate(rates)]
-    worse = [
-        group_of("x", f"p{i}", ["wrong"] * 4) if i % 10 == 1 else group for i, group in enumerate(better) if i < 80
-    ]
-    worse += [group_of("x", "another", ["wrong"] * 4), Group(better[90].problem, (), ())]
+    worse = [group_of("x", f"p{i}", wrong) if i % 10 == 1 else group for i, group in enumerate(better[:80])]
+    worse += [group_of("x", "another", wrong), Group(better[90].problem, (), ())]
     gap = compare(better, worse, 4)["avg@4"]
     assert gap.problems == 80 and (gap.first, gap.second) == (0.5, 0.4) and gap.value == pytest.approx(0.1)
     assert 0 < gap.low < 0.1 < gap.high

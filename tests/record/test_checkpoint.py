@@ -1,12 +1,12 @@
-"""Saving is atomic, restoring is exact, corruption is detected and skipped."""
+"""Saving is atomic, restoring is exact, corruption is detected and skipped; host values as JSON and back."""
 
-import dataclasses
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import flax.struct
 import jax
@@ -19,15 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.record import checkpoint_files as files
-from grpo_roc_jax.record.checkpoint import (
-    Bundle,
-    CheckpointConfig,
-    Checkpointer,
-    CheckpointMismatch,
-    restore_params,
-)
-from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
-from grpo_roc_jax.record.metrics import CompilationCounter
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer, CheckpointMismatch, restore_params
+from grpo_roc_jax.record.codec import finite, from_json, groups_from_tree, groups_to_tree, to_json
 from grpo_roc_jax.types import Group, ToolCall, ToolResult
 from tests.helpers.disks import filled, small_disk
 from tests.helpers.disks import synced as synced  # a fixture
@@ -43,23 +36,15 @@ class State:
     key: jax.Array
 
 
-def mesh_of(devices: int) -> jax.sharding.Mesh:
-    return jax.make_mesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-
-
 def make_state(value: float = 1.0, width: int = 8, devices: int = 1) -> State:
     """Two leaves of `value`-dependent content, sharded over `devices`; Adam moments likewise."""
-    mesh = mesh_of(devices)
+    mesh = jax.make_mesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     split, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
     embed = value + np.random.default_rng(0).normal(size=(16, width)).astype(np.float32)
-    params = {
-        "embed": jax.device_put(embed, split),
-        "norm": jax.device_put(np.full(width, value, jnp.bfloat16), replicated),
-    }
-    optimizer = optax.adamw(1e-2)
-    return State(
-        jax.device_put(np.int32(value), replicated), params, optimizer.init(params), jax.random.key(int(value))
-    )
+    norm = np.full(width, value, jnp.bfloat16)
+    params = {"embed": jax.device_put(embed, split), "norm": jax.device_put(norm, replicated)}
+    step = jax.device_put(np.int32(value), replicated)
+    return State(step, params, optax.adamw(1e-2).init(params), jax.random.key(int(value)))
 
 
 def bundle_of(value: float, **options) -> Bundle:
@@ -93,7 +78,11 @@ def save_steps(directory, steps, keep=5) -> None:
 
 def restore(directory, like=None) -> Bundle | None:
     with Checkpointer(directory, CheckpointConfig()) as checkpointer:
-        return checkpointer.restore_latest(like if like is not None else make_state())
+        return checkpointer.restore_latest(like or make_state())
+
+
+def names_in(directory) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 def test_round_trip_is_bit_exact(tmp_path):
@@ -102,11 +91,6 @@ def test_round_trip_is_bit_exact(tmp_path):
     restored = restore(tmp_path)
     assert restored.step == 4 and restored.host["step"] == 4
     assert_same_bundle(restored, bundle_of(4))
-    rng = np.random.default_rng()
-    rng.bit_generator.state = restored.host["rng"]
-    expected = np.random.default_rng(4)
-    expected.normal(size=3)
-    assert rng.random() == expected.random()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 8), (8, 2), (4, 4)])
@@ -125,8 +109,8 @@ def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, afte
 def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path):
     save_steps(tmp_path, [1])
     entry = files.newest_whole(tmp_path)
-    of_two = dataclasses.replace(files.read_manifest(entry), processes=2)
-    (entry.path / files.MANIFEST).write_text(json.dumps(of_two.to_json()))
+    manifest = replace(files.read_manifest(entry), processes=2)
+    (entry.path / files.MANIFEST).write_text(json.dumps(manifest.to_json()))
     assert_same_bundle(restore(tmp_path), bundle_of(1))
 
 
@@ -169,21 +153,19 @@ def truncate(path):
     change(largest_shard(path), lambda content: content[: len(content) // 2])
 
 
+def alter(file, old, new):
+    return lambda path: change(path / file, lambda text: text.replace(old, new))
+
+
 CORRUPTIONS = {
     "a flipped bit": (flip, "does not match its checksum"),
     "a truncated shard": (truncate, "bytes of"),
     "a missing shard": (lambda path: shutil.rmtree(path / "train" / "state"), "is missing"),
     "a missing archive": (lambda path: (path / "arrays_0.npz").unlink(), "arrays_0.npz is missing"),
-    "an altered number": (
-        lambda path: change(path / "host_0.json", lambda text: text.replace(b'"next_index": 2', b'"next_index": 7')),
-        "host_0.json does not match its checksum",
-    ),
+    "an altered number": (alter("host_0.json", b'"next_index": 2', b'"next_index": 7'), "not match its checksum"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "no manifest"),
     "an empty manifest": (lambda path: (path / "manifest.json").write_text(""), "cannot be read"),
-    "an altered manifest": (
-        lambda path: change(path / "manifest.json", lambda text: text.replace(b'"step": 2', b'"step": 12')),
-        "own checksum",
-    ),
+    "an altered manifest": (alter("manifest.json", b'"step": 2', b'"step": 12'), "own checksum"),
     "a renamed directory": (lambda path: path.rename(path.with_name("step_00000012")), "belongs to step 2"),
 }
 
@@ -226,7 +208,7 @@ def test_a_disk_that_fails_refuses_and_removes_no_checkpoint(tmp_path):
             files.newest_whole(tmp_path)
         files.recover(tmp_path)
         files.prune(tmp_path / "step_00000001", 1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["staging_step_00000002", "step_00000001"]
+    assert names_in(tmp_path) == ["staging_step_00000002", "step_00000001"]
 
 
 def test_only_a_first_save_that_was_interrupted_starts_again(tmp_path):
@@ -239,10 +221,10 @@ def test_only_a_first_save_that_was_interrupted_starts_again(tmp_path):
 
 def test_a_held_state_is_saved_once_and_what_is_on_disk_is_said(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
-        checkpointer.latest = dataclasses.replace(bundle_of(3), step=3)
+        checkpointer.latest = replace(bundle_of(3), step=3)
         assert checkpointer.save_latest() == checkpointer.save_latest() == (True, "the state after step 3 is saved")
         assert checkpointer.saved == [3] and checkpointer.has(3) and not checkpointer.has(4)
-        checkpointer.latest = dataclasses.replace(bundle_of(4), step=4)
+        checkpointer.latest = replace(bundle_of(4), step=4)
         with injected("checkpoint.write=enospc"):
             saved, words = checkpointer.save_latest()
         assert not saved and "step 4 is not saved" in words and "No space" in words and "step_00000003" in words
@@ -258,7 +240,7 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
         restore(tmp_path, make_state(width=4))
     other = make_state()
     with pytest.raises(CheckpointMismatch, match=r"params/extra: saved nothing, expected float32\[2\]"):
-        restore(tmp_path, dataclasses.replace(other, params={**other.params, "extra": jnp.zeros(2)}))
+        restore(tmp_path, replace(other, params={**other.params, "extra": jnp.zeros(2)}))
 
 
 def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
@@ -271,8 +253,8 @@ def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
     assert len(params["embed"].sharding.device_set) == 4
     with pytest.raises(CheckpointMismatch, match=r"embed: saved float32\[16, 8\], expected float32\[16, 4\]"):
         restore_params(tmp_path, make_state(width=4).params)
-    restored_step, params = restore_params(tmp_path, make_state().params, step=1)
-    assert restored_step == 1 and np.array_equal(params["embed"], make_state(1).params["embed"])
+    step, params = restore_params(tmp_path, make_state().params, step=1)
+    assert step == 1 and np.array_equal(params["embed"], make_state(1).params["embed"])
     assert restore_params(tmp_path, make_state().params, step=7) is None
     flip(tmp_path / "step_00000002")
     assert restore_params(tmp_path, make_state().params)[0] == 1
@@ -292,16 +274,12 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad):
 
 def test_only_the_newest_stay_and_none_is_removed_before_its_successor_is_verified(tmp_path):
     save_steps(tmp_path, [1, 2, 3, 4], keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
-
-    with (
-        injected("checkpoint.commit=eio"),
-        Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer,
-    ):
+    assert names_in(tmp_path) == ["step_00000003", "step_00000004"]
+    with injected("checkpoint.commit=eio"), Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
         checkpointer.save(5, bundle_of(5))
         checkpointer.wait()
         assert "Input/output error" in checkpointer.failures[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+    assert names_in(tmp_path) == ["step_00000003", "step_00000004"]
 
 
 def test_what_a_kill_left_is_cleared_and_a_step_that_is_saved_again_is_replaced(tmp_path, caplog):
@@ -318,7 +296,7 @@ def test_what_a_kill_left_is_cleared_and_a_step_that_is_saved_again_is_replaced(
     with Checkpointer(tmp_path, CheckpointConfig(keep=3)) as checkpointer:
         for value in (4, 7):
             checkpointer.save(4, bundle_of(value))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_0000000{step}" for step in (1, 3, 4)]
+    assert names_in(tmp_path) == [f"step_0000000{step}" for step in (1, 3, 4)]
     assert_same_bundle(restore(tmp_path), bundle_of(7))
 
 
@@ -345,10 +323,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
             assert restored.step == 1 and np.array_equal(restored.train["w"], weights[0]["w"])
             filled(disk)  # not even host state fits
             assert not checkpointer.save(3, Bundle(weights[0], {}, {"a": np.arange(1 << 16)}))
-        with (
-            pytest.raises(OSError, match="no checkpoint at step 4"),
-            Checkpointer(disk, CheckpointConfig(fail_on_error=True)) as strict,
-        ):
+        strict = Checkpointer(disk, CheckpointConfig(fail_on_error=True))
+        with pytest.raises(OSError, match="no checkpoint at step 4"), strict:
             strict.save(4, Bundle(weights[0]))
 
 
@@ -367,30 +343,17 @@ def test_values_that_cannot_be_restored_are_refused_before_writing(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_the_first_save_compiles_nothing_when_a_restore_was_tried(tmp_path):
-    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
-        state = make_state(1, width=24)
-        checkpointer.restore_latest(state)
-        with CompilationCounter() as counter:
-            checkpointer.save(1, Bundle(state))
-            checkpointer.wait()
-        assert checkpointer.saved == [1] and not counter.count
-
-
 def odd_group(seed, size):
     """A group with every field in use, and with values that JSON does not have."""
     group = make_group(seed, size)
     odd = {"rows": np.eye(2), "pair": (1, None), "text": "é\ud800"}
     first = group.trajectories[0]
     call = ToolCall("", odd, "{", "malformed_call", "bad")
-    turn = dataclasses.replace(first.turns[0], calls=(call,), results=(ToolResult("timeout", exit_code=-9),))
-    turns = [turn, *first.turns[1:]]
-    turns[-1] = dataclasses.replace(turns[-1], **[{"reply": "and now?"}, {"reward": 0.5}][seed % 2])
-    first = dataclasses.replace(first, turns=tuple(turns))
-    verdict = dataclasses.replace(group.verdicts[0], reward=0.1 + 0.2, channels={"format": np.float32(0.1)})
-    return Group(
-        dataclasses.replace(group.problem, extra=odd), (first, *group.trajectories[1:]), (verdict, *group.verdicts[1:])
-    )
+    turn = replace(first.turns[0], calls=(call,), results=(ToolResult("timeout", exit_code=-9),))
+    last = replace(first.turns[-1], **[{"reply": "and now?"}, {"reward": 0.5}][seed % 2])
+    rows = replace(first, turns=(turn, *first.turns[1:-1], last)), *group.trajectories[1:]
+    verdict = replace(group.verdicts[0], reward=0.1 + 0.2, channels={"format": np.float32(0.1)})
+    return Group(replace(group.problem, extra=odd), rows, (verdict, *group.verdicts[1:]))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -416,36 +379,56 @@ def kill_bundle(step: int) -> Bundle:
     return Bundle({"w": jnp.asarray(values)}, {"rng": step * 7}, {"a": values[0]})
 
 
-def kill_at_random_instants(directory, times: int) -> None:
+@pytest.mark.parametrize("times", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_while_saving_the_newest_complete_checkpoint_is_found(tmp_path, times):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.record.test_checkpoint", "test_checkpoint"])
     rng = np.random.default_rng(0)
     newest, torn = 0, 0
     for _ in range(times):
         ready = context.Event()
-        child = context.Process(target=save_forever, args=(str(directory), newest + 1, ready))
+        child = context.Process(target=save_forever, args=(str(tmp_path), newest + 1, ready))
         child.start()
         assert ready.wait(120), "the child saved nothing"
         time.sleep(rng.uniform(0, 0.15))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        with Checkpointer(directory, CheckpointConfig()) as checkpointer:
-            restored = checkpointer.restore_latest({"w": jnp.zeros((64, 256))})
+        restored = restore(tmp_path, {"w": jnp.zeros((64, 256))})
         expected = kill_bundle(restored.step)
         assert np.array_equal(restored.train["w"], expected.train["w"])
         assert restored.host["rng"] == restored.step * 7 and np.array_equal(restored.arrays["a"], expected.arrays["a"])
         assert restored.step > newest  # the checkpoint before the last one started is never lost
-        started = max(entry.step for entry in files.entries(directory))
+        started = max(entry.step for entry in files.entries(tmp_path))
         assert restored.step >= started - 1
         torn += started != restored.step
         newest = restored.step
     assert torn, "no kill hit a save; widen the interval"
 
 
-def test_killed_while_saving_the_newest_complete_checkpoint_is_found(tmp_path):
-    kill_at_random_instants(tmp_path, 5)
+VALUES = {
+    "plain": [1, 2.5, "a", True, None, {"b": [1, {"c": "d"}]}],
+    "tuple": (1, ("a", [2.5]), ()),
+    "bytes": b"\x00\xff",
+    "keys that are not text": {1: "a", (2, "b"): b"c"},
+    "keys that are tags": {"__tuple__": [1], "__bytes__": "AA=="},
+    "array": np.arange(6, dtype=">i4").reshape(2, 3),
+    "empty array": np.zeros((0, 3), np.float32),
+    "scalar": np.float32(0.1),
+    "complex": np.complex64(1 + 2j),
+    "flags": np.array([True, False]),
+}
 
 
-@pytest.mark.slow
-def test_killed_two_hundred_times_while_saving(tmp_path):
-    kill_at_random_instants(tmp_path, 200)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_values_return_as_they_were(value):
+    assert_same(from_json(json.loads(json.dumps(to_json(value)))), value)
+
+
+def test_a_value_without_an_exact_form_is_refused_and_numbers_that_json_does_not_have_become_null():
+    for value in ({1, 2}, object(), np.array(["a"]), np.array([None])):
+        with pytest.raises(TypeError, match=f"cannot store a {type(value).__name__}"):
+            to_json({"a": [value]})
+    nan, inf = float("nan"), float("inf")
+    numbers = {"a": [1, nan, (2.5, -inf)], "b": {"c": inf, "d": "text"}, "e": None}
+    assert finite(numbers) == {"a": [1, None, [2.5, None]], "b": {"c": None, "d": "text"}, "e": None}
+    assert finite(1.5) == 1.5 and finite((1, 2)) == [1, 2]

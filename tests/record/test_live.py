@@ -30,18 +30,16 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 EVIL = (
     "\x1b[2J\x1b]0;title\x07\x1b]8;;http://x\x1b\\a\x9b31m\r\x08\x7f\x00\u202eexe\u2066\u200b\ufeff\u2028\ud800[red]:x:"
 )
-STEP = {
-    "rollout/reward": 0.5,
-    "rollout/tool_error_in_correct": 0.25,
-    "rollout/tokens_per_s": 1234.5,
-    "roc/kept": 4.0,
-    "roc/dropped": 6.0,
-    "roc/dropped_quota": 1.0,
-    "roc/dropped_equal_rewards": 5.0,
-    "time/step_s": 10.0,
-    "time/rollout_s": 6.0,
-    "time/update_s": 3.0,
-}
+STEP = {"rollout/reward": 0.5, "rollout/tool_error_in_correct": 0.25, "rollout/tokens_per_s": 1234.5, "roc/kept": 4.0}
+STEP |= {"roc/dropped": 6.0, "roc/dropped_quota": 1.0, "roc/dropped_equal_rewards": 5.0}
+STEP |= {"time/step_s": 10.0, "time/rollout_s": 6.0, "time/update_s": 3.0}
+
+
+def drawn(draw, **terminal):
+    """What `draw(console)` writes."""
+    out = io.StringIO()
+    draw(Console(file=out, **{"width": 200, "_environ": {}} | terminal))
+    return out.getvalue()
 
 
 def test_the_table_has_the_figures_of_the_newest_step():
@@ -58,6 +56,11 @@ def test_the_table_has_the_figures_of_the_newest_step():
         "speed": "1,234 tokens/s sampled",
         "time": "rollout 50%  update 25%  rest 25%",
     }
+    for width in (1, 7, 30, 80, 200):
+        text = drawn(lambda console: console.print(live.table(board)), width=width, force_terminal=True)
+        assert max(map(len, CODES.sub("", text).splitlines())) <= width
+    text = drawn(lambda console: console.print(live.table(board, ascii_only=True)), width=80)
+    assert text.isascii() and "failing calls" in text
 
 
 def test_small_curves_and_durations():
@@ -66,30 +69,14 @@ def test_small_curves_and_durations():
     assert [live.duration(s) for s in (45, 600, 12_000, np.inf, np.nan)] == ["45 s", "10 min", "3 h 20 min", "?", "?"]
 
 
-@pytest.mark.parametrize("width", [1, 7, 30, 80, 200])
-def test_the_table_fits_any_width(width):
-    out = io.StringIO()
-    board = after(after(Board(5), 1, STEP), 2, STEP)
-    Console(file=out, width=width, force_terminal=True, _environ={}).print(live.table(board))
-    assert max(map(len, CODES.sub("", out.getvalue()).splitlines())) <= width
-
-
-def test_a_table_without_curves_is_plain_text():
-    out = io.StringIO()
-    board = after(after(Board(5), 1, STEP), 2, STEP)
-    Console(file=out, width=80).print(live.table(board, ascii_only=True))
-    assert out.getvalue().isascii() and "failing calls" in out.getvalue()
-
-
 def evil_record():
     failed = ToolResult("exception", stdout=EVIL, observation=EVIL, error_type=EVIL, error_message=EVIL)
     call = ToolCall(EVIL, {"code": EVIL}, raw=f"call{EVIL}")
     turns = (Turn(1, 2, f"I say {EVIL}{call.raw}end", (call,), (failed,)), Turn(3, 4, EVIL))
+    nothing = np.zeros(4, np.int32)
     mask = np.array([False, True, False, True])
-    arrays = (np.zeros(4, np.int32), mask, np.zeros(4, np.float32), np.zeros(4, np.int32))
-    trajectory = Trajectory(*arrays, prompt_length=1, turns=turns, stop="answer", sample=0)
-    verdict = Verdict(0.0, "wrong", EVIL, 1, 1, 1, True, 2)
-    context = (f"asked {EVIL}", f"seen {EVIL}")
+    trajectory = Trajectory(nothing, mask, nothing * np.float32(0), nothing, 1, turns, "answer", 0)
+    verdict, context = Verdict(0.0, "wrong", EVIL, 1, 1, 1, True, 2), (f"asked {EVIL}", f"seen {EVIL}")
     return TraceRecord(3, 0, Problem(EVIL, EVIL, EVIL, EVIL), trajectory, verdict, True, EVIL, context=context)
 
 
@@ -104,12 +91,7 @@ def test_a_sample_is_colored_by_origin():
 
 
 def test_no_text_of_a_run_acts_in_a_terminal():
-    record, terminal = evil_record(), {"force_terminal": True, "width": 200, "_environ": {}}
-
-    def drawn(draw):
-        out = io.StringIO()
-        draw(Console(file=out, **terminal))
-        return out.getvalue()
+    record = evil_record()
 
     def writer(console):
         console_writer = ConsoleWriter(3, console=console)
@@ -123,7 +105,7 @@ def test_no_text_of_a_run_acts_in_a_terminal():
         show_event(console, record.trajectory.turns[0].results[0])
 
     for draw in (writer, dialogue, lambda console: console.print(render(record))):
-        text = CODES.sub("", drawn(draw))  # what rich writes itself
+        text = CODES.sub("", drawn(draw, force_terminal=True))  # what rich writes itself
         assert not [c for c in text if c != "\n" and c != "\r" and not c.isprintable()]
         assert "]0;title" in text and "␛" in text and "U+202E" in text and "[red]:x:" in text
         assert "\r" not in text.replace("\r\n", "") or draw is writer  # the bars return to the start of a line
@@ -140,32 +122,30 @@ def test_no_text_of_a_run_acts_in_a_terminal():
 )
 def test_a_terminal_gets_what_it_can_show(environ, moves, colors):
     """Its bar starts where the run resumes."""
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, _environ=environ)
-    writer = ConsoleWriter(10, console=console)
-    writer.cut(4)
-    writer.sample(5, evil_record(), [])
-    writer.write(5, STEP)
-    writer.close()
-    assert ("\x1b[2K" in out.getvalue()) is moves and ("\x1b[36m" in out.getvalue()) is colors
-    text = CODES.sub("", out.getvalue())
+
+    def draw(console):
+        writer = ConsoleWriter(10, console=console)
+        writer.cut(4)
+        writer.sample(5, evil_record(), [])
+        writer.write(5, STEP)
+        writer.close()
+
+    written = drawn(draw, force_terminal=True, width=100, _environ=environ)
+    assert ("\x1b[2K" in written) is moves and ("\x1b[36m" in written) is colors
+    text = CODES.sub("", written)
     assert "step    5  reward 0.500" in text and ("4/10" in text and "5/10" in text) is moves
 
 
 PROGRAM = """
-import sys, time
+import contextlib, sys, time
 from grpo_roc_jax.record.loggers import ConsoleWriter
 writer = ConsoleWriter(60)
 for step in range(1, 61):
-    try:
+    with contextlib.suppress(OSError):  # what `metrics.Writer` counts
         writer.write(step, {"rollout/reward": 0.5, "time/step_s": 1.0})
-    except OSError:  # what `metrics.Writer` counts
-        pass
     time.sleep(0.02)
-try:
+with contextlib.suppress(OSError):
     writer.close()
-except OSError:
-    pass
 open(sys.argv[1], "w").write("reached")
 """
 

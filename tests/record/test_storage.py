@@ -1,11 +1,11 @@
 """A run directory in object storage: whatever ends the copying, the store holds a run that can go on."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import time
-from itertools import count
 
 import numpy as np
 import pytest
@@ -20,15 +20,20 @@ from grpo_roc_jax.train import main
 from tests.helpers.bucket import served
 
 
-@pytest.fixture(params=["file", "gs"])
-def address(request, tmp_path, monkeypatch):
-    if request.param == "file":
-        yield f"file://{tmp_path}/store/run"
-        return
-    with served() as bucket:
-        for name, value in bucket.environ.items():
+@pytest.fixture
+def bucket(monkeypatch):
+    with served() as made:
+        for name, value in made.environ.items():
             monkeypatch.setenv(name, value)
-        yield "gs://bucket/some/run"
+        yield made
+
+
+@pytest.fixture(params=["file", "gs"])
+def address(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/store/run"
+    request.getfixturevalue("bucket")
+    return "gs://bucket/some/run"
 
 
 def take_step(folder, step, keep=2):
@@ -64,7 +69,7 @@ def resumed_step(address, folder):
 
 def test_whenever_the_copying_ends_the_store_holds_a_run_that_can_go_on(tmp_path):
     begun, reached = 0, set()
-    for number in count(1):
+    for number in itertools.count(1):
         address, folder = f"file://{tmp_path}/store{number}/run", tmp_path / f"here{number}"
         made, copied = copy_of(address, folder), -1
         with injected(f"storage.write=raise@{number}") as happened:
@@ -86,7 +91,7 @@ def test_whenever_the_copying_ends_the_store_holds_a_run_that_can_go_on(tmp_path
 @pytest.mark.parametrize("written", range(1, 12))
 def test_a_checkpoint_that_is_deleted_while_it_is_copied_holds_up_no_other(tmp_path, written):
     address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
-    made, objects = copy_of(address, folder), count(1)
+    made, objects = copy_of(address, folder), itertools.count(1)
     take_step(folder, 1)
     take_step(folder, 2)
     os.symlink("nowhere", folder / "link")
@@ -169,27 +174,28 @@ def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):
     assert pauses == [0.5] and resumed_step(address, tmp_path / "a") == 1
     made = copy_of(address, folder)
     take_step(folder, 2)
-    with (
-        injected("storage.write=eio"),
-        pytest.raises(storage.StorageFailed, match=r"store/run lacks the end of .*here: .*injected"),
-    ):
+    refused = pytest.raises(storage.StorageFailed, match=r"store/run lacks the end of .*here: .*injected")
+    with injected("storage.write=eio"), refused:
         made.finish()
 
 
-def test_what_is_refused(tmp_path, monkeypatch, capsys):
+REFUSED = {
+    # Orbax takes it for a pattern.
+    r"has a '\[' in its path, where no checkpoint can": [("x[1]", ""), ("n", "runs/a [1]"), ("n", "run[s/a")],
+    "must name a directory below runs": [(name, "") for name in ("", ".", "..", "../x", "a/../..", "/", "//abs/run")],
+    "null": [("a\0b", "")],
+    "gs://BUCKET/RUN": [
+        ("n", wrong) for wrong in ("http://a/b", "gs://bucket", "gs://b/../c", "://x/y", "gs:/b/run", "s3:b/run")
+    ],
+}
+
+
+def test_what_is_refused(bucket, tmp_path, monkeypatch, capsys):
     assert choose_run_dir("n", "gs://bucket/a/b", "auto").as_posix() == "runs/bucket/a/b"
-    for name, run_dir in (("x[1]", ""), ("n", "runs/a [1]"), ("n", "run[s/a")):  # Orbax takes it for a pattern
-        with pytest.raises(ConfigError, match=r"has a '\[' in its path, where no checkpoint can be written"):
-            choose_run_dir(name, run_dir, "auto")
-    for name in ("", ".", "..", "../x", "a/../..", "/", "//abs/run"):
-        with pytest.raises(ConfigError, match=r"must name a directory below runs"):
-            choose_run_dir(name, "", "auto")
-    for resume in ("auto", "never"):
-        with pytest.raises(ConfigError, match="null"):
-            choose_run_dir("a\0b", "", resume)
-    for wrong in ("http://a/b", "gs://bucket", "gs://b/../c", "://x/y", "gs:/b/run", "s3:b/run"):
-        with pytest.raises(ConfigError, match="gs://BUCKET/RUN"):
-            choose_run_dir("n", wrong, "auto")
+    for message, resume in itertools.product(REFUSED, ("auto", "never")):
+        for named in REFUSED[message]:
+            with pytest.raises(ConfigError, match=message):
+                choose_run_dir(*named, resume)
     address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
     made = copy_of(address, folder)
     take_step(folder, 1)
@@ -200,11 +206,8 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"is empty, and .* was copied there"):
         copy_of(address, folder)
     monkeypatch.chdir(tmp_path)
-    with served() as bucket:
-        bucket.refuse, bucket.status = 1, 403
-        for name, value in bucket.environ.items():
-            monkeypatch.setenv(name, value)
-        assert main(["toy.yaml", "--run_dir=gs://bucket/run"]) == 2
+    bucket.refuse, bucket.status = 1, 403
+    assert main(["toy.yaml", "--run_dir=gs://bucket/run"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("configuration: ") and "gs://bucket/run cannot be used" in message
     assert not (tmp_path / "runs").exists()

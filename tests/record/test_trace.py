@@ -1,8 +1,8 @@
 """Groups, selections and advantages can be recomputed from the files alone."""
 
-import dataclasses
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -30,8 +30,8 @@ def run_step(seed: int, sections, groups):
 def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path):
     sections = method(8, resample={"kind": "roc", "positive_select": "inverse"})
     groups = [make_group(seed, 16) for seed in range(5)]
-    again = tuple(map(dataclasses.replace, groups[0].trajectories))  # equal rollouts of a problem that comes twice
-    groups.append(dataclasses.replace(groups[0], trajectories=again, verdicts=groups[0].verdicts[::-1]))
+    again = tuple(map(replace, groups[0].trajectories))  # equal rollouts of a problem that comes twice
+    groups.append(replace(groups[0], trajectories=again, verdicts=groups[0].verdicts[::-1]))
     selections, rows, records = run_step(9, sections, groups)
     assert trace.TraceWriter(tmp_path).write(5, records)
     read = list(trace.read_trace(tmp_path, 5))
@@ -50,22 +50,21 @@ def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path):
     assert all(record.advantages is None for record in read if not record.kept)
 
 
+def read_back(record, **options):
+    return trace.from_json(json.loads(trace.to_line(record, **options)))
+
+
 def test_advantages_that_differ_by_token_and_missing_parts_are_restored():
-    group = make_group(1, 4)
-    base = trace.eval_records(2, [group])
+    base = trace.eval_records(2, [make_group(1, 4)])
     mask = base[0].trajectory.policy_mask
     varied = np.where(mask, np.linspace(-1, 1, len(mask)), 0).astype(np.float32)
-    records = [
-        dataclasses.replace(base[0], advantages=varied, kept=True),
-        dataclasses.replace(base[1], verdict=None, why="removed: infrastructure"),
-        dataclasses.replace(base[2], context=("a", "b")),
-    ]
-    for record in records:
-        assert_same(trace.from_json(json.loads(trace.to_line(record))), record)
-    older = json.loads(trace.to_line(records[1]))
-    assert older.pop("temperature") == records[1].trajectory.temperature == 0.9
+    lost = replace(base[1], verdict=None, why="removed: infrastructure")
+    for record in (replace(base[0], advantages=varied, kept=True), lost, replace(base[2], context=("a", "b"))):
+        assert_same(read_back(record), record)
+    older = json.loads(trace.to_line(lost))
+    assert older.pop("temperature") == lost.trajectory.temperature == 0.9
     assert trace.from_json(older).trajectory.temperature is None
-    line = json.loads(trace.to_line(records[0]))
+    line = json.loads(trace.to_line(replace(base[0], advantages=varied)))
     assert line["advantage"] == pytest.approx(float(varied[mask].mean()))
 
 
@@ -91,14 +90,20 @@ def test_records_of_removed_and_of_buffered_trajectories():
         trace.step_records(3, groups, selections, trained=trained, rows=rows[:5])
 
 
+def changed_rows(change):
+    """The records of a step that trains on a group whose rows were changed."""
+    group, sections = make_group(1, 4), method(4)
+    selection = resample_group(group, sections, np.random.default_rng(0))
+    rows = change(group, train_rows([group], sections, AlgoState()))
+    return trace.step_records(3, [group], [selection], trained=[group], rows=rows)
+
+
 def test_trained_trajectories_are_matched_by_value_and_an_older_one_of_the_same_problem_is_another():
     group = make_group(1, 4)
     selection = resample_group(group, method(4), np.random.default_rng(0))
-    copied = dataclasses.replace(group, trajectories=tuple(map(dataclasses.replace, group.trajectories)))
-    older = dataclasses.replace(
-        group, trajectories=tuple(dataclasses.replace(t, versions=t.versions - 1) for t in group.trajectories)
-    )
-    for trained, whys in ((copied, set()), (older, {"buffered"})):
+    for older, whys in ((0, set()), (1, {"buffered"})):
+        again = tuple(replace(t, versions=t.versions - older) for t in group.trajectories)
+        trained = replace(group, trajectories=again)
         rows = train_rows([trained], method(4), AlgoState())
         records = trace.step_records(3, [group], [selection], trained=[trained], rows=rows)
         assert {r.why for r in records if r.group < 0} == whys
@@ -107,51 +112,45 @@ def test_trained_trajectories_are_matched_by_value_and_an_older_one_of_the_same_
 
 @pytest.mark.parametrize("longer", [3, -1])
 def test_advantages_of_a_row_under_another_prompt_are_those_of_its_response(longer):
-    group = make_group(1, 4)
-    selection = resample_group(group, method(4), np.random.default_rng(0))
-    rows = train_rows([group], method(4), AlgoState())
-    advantages = [np.where(row.policy_mask, np.arange(row.length) + 1, 0).astype(np.float32) for row in rows]
-    shifted = [np.append(np.zeros(longer, np.float32), a) if longer > 0 else a[-longer:] for a in advantages]
-    moved = [SimpleNamespace(advantages=a, scored=(a, a)) for a in shifted]
-    records = trace.step_records(3, [group], [selection], trained=[group], rows=moved)
-    for record, expected in zip(records, advantages, strict=True):
-        np.testing.assert_array_equal(record.advantages, expected)
-        np.testing.assert_array_equal(record.scored[1], expected.astype(np.float16))
+    expected = []
+
+    def moved(group, rows):
+        expected.extend(np.where(r.policy_mask, np.arange(r.length) + 1, 0).astype(np.float32) for r in rows)
+        shifted = [np.append(np.zeros(longer, np.float32), a) if longer > 0 else a[-longer:] for a in expected]
+        return [SimpleNamespace(advantages=a, scored=(a, a)) for a in shifted]
+
+    for record, advantages in zip(changed_rows(moved), expected, strict=True):
+        np.testing.assert_array_equal(record.advantages, advantages)
+        np.testing.assert_array_equal(record.scored[1], advantages.astype(np.float16))
 
 
 def test_ratios_and_entropies_of_a_scoring_pass_are_restored():
-    group = make_group(1, 4)
-    selection = resample_group(group, method(4), np.random.default_rng(0))
-    rows = train_rows([group], method(4), AlgoState())
-    pairs = zip(rows, group.trajectories, strict=True)
-    rows = [
-        dataclasses.replace(row, scored=(t.logprobs + np.log(np.float32(1.5)), np.full(t.length, 0.25, np.float32)))
-        for row, t in pairs
-    ]
-    record = trace.step_records(3, [group], [selection], trained=[group], rows=rows)[0]
+    def scored(group, rows):
+        ratios = [t.logprobs + np.log(np.float32(1.5)) for t in group.trajectories]
+        return [
+            replace(row, scored=(logprobs, np.full(row.length, 0.25, np.float32)))
+            for row, logprobs in zip(rows, ratios, strict=True)
+        ]
+
+    record = changed_rows(scored)[0]
     mask = record.trajectory.policy_mask
     np.testing.assert_allclose(np.exp(record.scored[0, mask].astype(np.float32)), 1.5, rtol=1e-3)
     assert (record.scored[1] == np.where(mask, 0.25, 0)).all() and not record.scored[0, ~mask].any()
-    for scored in (record.scored, None):  # older logs have none
-        line = trace.to_line(dataclasses.replace(record, scored=scored))
-        assert_same(trace.from_json(json.loads(line)).scored, scored)
+    for values in (record.scored, None):  # older logs have none
+        assert_same(read_back(replace(record, scored=values)).scored, values)
 
 
 def test_context_holds_what_the_policy_did_not_write():
     record = trace.eval_records(1, [make_group(3, 1)])[0]
-    read = trace.from_json(json.loads(trace.to_line(record, decode=lambda ids: " ".join(map(str, ids)))))
+    read = read_back(record, decode=lambda ids: " ".join(map(str, ids)))
     trajectory = record.trajectory
     runs = [run for run in trace.runs_of(trajectory.policy_mask) if not run[2]]
     expected = tuple(" ".join(map(str, trajectory.tokens[a:b].tolist())) for a, b, _ in runs)
     assert read.context == expected and len(expected) == 3
-
-
-@pytest.mark.parametrize("mask", [[], [0], [1], [0, 0, 1, 1, 0], [1, 0, 1]])
-def test_runs_cover_the_mask(mask):
-    mask = np.array(mask, bool)
-    runs = trace.runs_of(mask)
-    assert [v for a, b, v in runs for _ in range(b - a)] == mask.tolist()
-    assert all(left[2] != right[2] for left, right in pairwise(runs))
+    for mask in ([], [0], [1], [0, 0, 1, 1, 0], [1, 0, 1]):
+        runs = trace.runs_of(np.array(mask, bool))
+        assert [v for a, b, v in runs for _ in range(b - a)] == mask
+        assert all(left[2] != right[2] for left, right in pairwise(runs))
 
 
 def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path):

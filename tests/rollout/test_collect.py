@@ -1,20 +1,20 @@
-"""Turns with tools on top of the engine: every exit has its name."""
+"""Turns with tools on top of the engine: every exit has its name. Parts that do not fit each other are refused before
+anything starts."""
 
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+import grpo_roc_jax as g
 from grpo_roc_jax.engine.config import PartialRows, RolloutConfig, SamplingConfig
-from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.protocol import Finish, Observe, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.engine.table import awaits_observation
-from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.rollout.sampler import ToolEnvironment, collect_while_free, with_tools
+from grpo_roc_jax.rollout.sampler import Sampler, ToolEnvironment, collect_while_free, with_tools
 from grpo_roc_jax.sandbox.result import INFRA_KINDS
 from grpo_roc_jax.text.chat_format import ParsedTurn, make_chat
-from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
 from grpo_roc_jax.tools.interface import CodeCall
 from grpo_roc_jax.types import Problem, RolloutRequest, ToolCall, ToolResult, Trajectory, Turn
@@ -52,7 +52,7 @@ class Instant:
 
 @pytest.fixture(scope="module")
 def chat():
-    return make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig()))
+    return make_chat(g.TextConfig(max_calls_per_turn=2), load_tokenizer(g.TextConfig()))
 
 
 def environment(chat, executor, *, max_turns=3):
@@ -109,14 +109,16 @@ def test_a_turn_waits_for_all_its_calls_and_keeps_their_order(chat):
     env.turn_ended(0, turn(chat, CALL + "<tool_call>{</tool_call>"))
     assert len(executor.submitted) == 1, "the malformed one is answered without being run"
     ((_, answer),) = env.poll(0.0)
-    shown = chat.tokenizer.decode(answer.ids)
-    assert shown.count("<tool_response>") == 2 and "malformed_call" in shown.split("<tool_response>")[2]
-    (first,) = turns(env)
-    assert [result.kind for result in first.results] == ["ok", "malformed_call"]
+    shown = chat.tokenizer.decode(answer.ids).split("<tool_response>")
+    assert len(shown) == 3 and "malformed_call" in shown[2]
+    assert [result.kind for result in turns(env)[0].results] == ["ok", "malformed_call"]
+    executor.result = ToolResult(sorted(INFRA_KINDS)[0], observation="?")
+    env.turn_ended(0, turn(chat, CALL))
+    assert env.poll(0.0) == [(0, Finish("infrastructure"))]
 
 
 def test_the_record_holds_an_observation_as_shown_where_it_was_escaped_or_cut():
-    chat = make_chat(TextConfig(observation_tokens=40), load_tokenizer(TextConfig()))
+    chat = make_chat(g.TextConfig(observation_tokens=40), load_tokenizer(g.TextConfig()))
     for observation in ("7", "<answer>7</answer>", "x" * 50):
         env = environment(chat, Instant(ToolResult("ok", observation=observation)))
         env.turn_ended(0, turn(chat, CALL))
@@ -126,13 +128,6 @@ def test_the_record_holds_an_observation_as_shown_where_it_was_escaped_or_cut():
         block = chat.tokenizer.decode(answer.ids).split("<tool_response>\n")[1]
         assert block.startswith((result.shown or observation) + "\n</tool_response>")
     assert "characters omitted" in result.shown
-
-
-def test_an_infrastructure_failure_ends_the_row_as_such(chat):
-    executor = Instant(ToolResult(sorted(INFRA_KINDS)[0], observation="?"))
-    env = environment(chat, executor)
-    env.turn_ended(0, turn(chat, CALL))
-    assert env.poll(0.0) == [(0, Finish("infrastructure"))]
 
 
 @pytest.mark.parametrize(
@@ -166,15 +161,10 @@ def test_a_resumed_row_that_waited_is_asked_again_and_loses_no_turn(chat):
 
 
 def test_a_call_that_the_executor_refuses_takes_none_of_another_row_with_it(chat):
-    class Unique(Instant):
-        def submit(self, call):
-            if call.id in [other.id for other in self.calls]:
-                raise ValueError("is in flight already")
-            super().submit(call)
-
-    executor = Unique()
+    executor = Instant()
     env = ToolEnvironment(chat, executor, [RolloutRequest(PROBLEM, 4)] * 2, step=2, seed=0, max_turns=3)
     assert env.turn_ended(0, turn(chat, CALL)) == Wait()
+    executor.submit = mock.Mock(side_effect=ValueError("is in flight already"))
     with pytest.raises(ValueError, match="in flight"):
         env.turn_ended(1, turn(chat, CALL))
     env.cancelled(1)
@@ -184,7 +174,7 @@ def test_a_call_that_the_executor_refuses_takes_none_of_another_row_with_it(chat
 # On an engine.
 
 BYTES = ByteTokenizer(("<|pad|>", "<|im_end|>"))
-MODEL = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, vocab_size=BYTES.vocab_size)
+MODEL = g.ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, vocab_size=BYTES.vocab_size)
 ROLLOUT = RolloutConfig(
     slots=4, chunk=8, max_prompt_tokens=100, max_response_tokens=500, max_turns=3, append_lengths=(128,)
 )
@@ -205,7 +195,7 @@ class Slow(Instant):
 @pytest.fixture(scope="module")
 def calling():
     """(engine, chat format, weights). Turns end at any of 32 ids, and two of three call a tool."""
-    chat = make_chat(TextConfig(), BYTES)
+    chat = make_chat(g.TextConfig(), BYTES)
     parse = chat.parse_turn
 
     def call_often(ids):
@@ -213,7 +203,7 @@ def calling():
         return ParsedTurn(parsed.text, (ToolCall("python", {}, raw=""),), "tool_call") if len(ids) % 3 else parsed
 
     chat.parse_turn = call_often
-    engine = make_engine(MODEL, ROLLOUT, SamplingConfig(), sorted({*chat.stop_ids, *range(32)}), seed=3)
+    engine = g.make_engine(MODEL, ROLLOUT, SamplingConfig(), sorted({*chat.stop_ids, *range(32)}), seed=3)
     return engine, chat, engine.publish(jax.device_put(random_params(MODEL)), 0)
 
 
@@ -221,12 +211,9 @@ def calling():
 def test_rollouts_that_are_interrupted_leave_no_call_and_no_session(calling, while_free):
     """Else the next ones of the same step would get their results, and the state of their programs."""
 
-    class Silent(Instant):
-        def poll(self, timeout_s=0.0, ids=None):
-            return []
-
     engine, chat, sampler = calling
-    executor = Silent()
+    executor = Instant()
+    executor.poll = lambda timeout_s=0.0, ids=None: []
 
     def interrupt():
         if len(executor.calls) > 2:
@@ -273,3 +260,43 @@ def test_callers_that_share_an_executor_get_their_own_results():
         assert shared.poll(0.01, {"b"}) == []
         assert [name for name, _ in shared.poll(0.0, {"a", "x"})] == ["a"]
         assert [name for name, _ in shared.poll()] == ["c"]
+
+
+TOKENIZER = load_tokenizer(g.TextConfig())
+SMALL = g.ModelConfig(d_model=8, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=8, vocab_size=TOKENIZER.vocab_size)
+FEW = RolloutConfig(slots=2, max_prompt_tokens=16, max_response_tokens=8, append_lengths=(16,))
+
+
+def sampler_of(tools=None, params=None, **changes):
+    params = g.init_params(jax.random.key(0), SMALL) if params is None else params
+    limits = g.ToolsConfig(workers=1, preload=())
+    return Sampler(replace(SMALL, **changes), params, TOKENIZER, tools, rollout=FEW, limits=limits)
+
+
+def engine_of(vocab_size, stops=()):
+    return g.make_engine(replace(SMALL, vocab_size=16), FEW, SamplingConfig(), stops, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: sampler_of(vocab_size=8), rf"vocab_size = {TOKENIZER.vocab_size}; must be from 1 to 8"),
+        (lambda: sampler_of(vocab_size=0), "must be from 1 to 0"),
+        (lambda: sampler_of(layers=2), r"layers/\w+ is \(1, .*\) in params and \(2, .*\) in the model"),
+        (lambda: sampler_of(heads=1, kv_heads=1, head_dim=8), r"layers/w\w is \(1, 8, 2, 4\) in params"),
+        (lambda: sampler_of(params=()), "params is of type tuple; must be the parameters of the model"),
+        (lambda: sampler_of(tools=[print]), r"tools is of type list; must be a Registry: registry = Registry\(\)"),
+        (lambda: engine_of(17), "vocab_size = 17; must be from 1 to 16"),
+        (lambda: engine_of(0), "vocab_size = 0; must be from 1 to 16"),
+        (lambda: engine_of(12, [12]), r"stop ids \[12\] lie outside the vocabulary of 12"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(refused, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        refused()
+
+
+def test_an_embedding_with_more_rows_than_the_tokenizer_has_ids_fits():
+    padded = replace(SMALL, vocab_size=TOKENIZER.vocab_size + 8)
+    with sampler_of(vocab_size=padded.vocab_size, params=g.init_params(jax.random.key(0), padded)) as made:
+        assert made.weights.version == 0

@@ -1,12 +1,15 @@
-"""Planning in the loop: which rows fit, which trajectories a round leaves out, what the update compiles for."""
+"""Planning in the loop: which rows fit, which trajectories a round leaves out, what the update compiles for; and the
+steps of the learner when memory runs out."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+import grpo_roc_jax as g
 from docs.methods_table import load_methods
 from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
@@ -14,35 +17,30 @@ from grpo_roc_jax.engine.protocol import RolloutStats
 from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
 from grpo_roc_jax.learner.pack import unpack
-from grpo_roc_jax.method.compose import Scores, resample_group, train_rows
+from grpo_roc_jax.learner.update import OptimConfig, make_score
 from grpo_roc_jax.method.planning import SecondWave
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.rollout.sampler import opening_ids
 from grpo_roc_jax.run import sample
-from grpo_roc_jax.run.learning import most_rows
+from grpo_roc_jax.run.demonstrate import with_demonstration
+from grpo_roc_jax.run.learning import most_rows, takes_turns
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import (
-    ScoredRollouts,
-    StepSamples,
-    draw_problems,
-    fits,
-    left_out,
-    plain_where_too_long,
-    thought_length,
-)
+from grpo_roc_jax.run.sample import ScoredRollouts, StepSamples, fits, left_out, plain_where_too_long
 from grpo_roc_jax.run.statistics import why_nothing_kept
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory, Turn
+from grpo_roc_jax.worlds.worlds import world_problem
+from tests.helpers import method_groups
 from tests.helpers.samples import make_group
+from tests.learner.test_update import MODEL, ONE, UPDATE, batch_on, mesh_of, state_on, step_of
+from tests.learner.test_update import rows as rows  # a fixture
 
-TOKENIZER = load_tokenizer(TextConfig(tokenizer="bytes"))
-CHAT = make_chat(TextConfig(tokenizer="bytes"), TOKENIZER)
+TOKENIZER = g.load_tokenizer(g.TextConfig(tokenizer="bytes"))
+CHAT = make_chat(g.TextConfig(tokenizer="bytes"), TOKENIZER)
 PROBLEM = Problem("p", "1+1=?", "2", "t")
 
 
@@ -52,13 +50,6 @@ def method(name, *words):
 
 def limits(prompt=60, response=20):
     return SimpleNamespace(rollout=SimpleNamespace(max_prompt_tokens=prompt, max_response_tokens=response))
-
-
-def test_opening_ids_hold_the_tags_and_no_end():
-    ids = opening_ids(CHAT, "so</reason><answer>")
-    assert ids[-1] == TOKENIZER.special("<answer>")
-    assert CHAT.end_id not in ids
-    assert opening_ids(CHAT, "") == ()
 
 
 def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(optional=Condition("budget", 1)):  # noqa: B008
@@ -72,6 +63,8 @@ def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(optional=Cond
     assert plain_where_too_long(tight, CHAT, [wordy], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
     token = RolloutRequest(PROBLEM, 0, condition=Condition("high_reward"), suffix="fives")
     assert plain_where_too_long(tight, CHAT, [token], [PROBLEM]) == [token], "a reward token is never dropped"
+    opening = opening_ids(CHAT, "so</reason><answer>")
+    assert opening[-1] == TOKENIZER.special("<answer>") and CHAT.end_id not in opening and opening_ids(CHAT, "") == ()
     for n in (15, 16):  # a cut leaves room for a token after "stop" and its prefix
         cut = RolloutRequest(PROBLEM, 0, condition=Condition("cut"), prefix=tuple(range(n)), prefix_text="stop")
         assert fits(limits(response=20), CHAT, cut) == (n == 15)
@@ -79,15 +72,14 @@ def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(optional=Cond
 
 def repaired(group):
     """A group without failing calls."""
-    clean = [replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts]
-    return replace(group, verdicts=tuple(clean))
+    return replace(group, verdicts=tuple(replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts))
 
 
 def test_figures_of_sampling_are_those_before_an_edit():
     """An edit that repairs failing calls would show a policy without failing calls from the first step on."""
     group = make_group(0, 4)
-    failing = [replace(verdict, tool_calls=2, tool_errors=1, status="correct") for verdict in group.verdicts]
-    group = replace(group, verdicts=tuple(failing))
+    failing = {"tool_calls": 2, "tool_errors": 1, "status": "correct"}
+    group = replace(group, verdicts=tuple(replace(verdict, **failing) for verdict in group.verdicts))
     config = method("grpo", f"--method.edit_groups={__name__}:repaired")
     edited = sample.edited(config, None, [group], [SimpleNamespace(groups=(group,))])
     assert [verdict.tool_errors for verdict in edited.groups[0].verdicts] == [0] * 4
@@ -128,14 +120,7 @@ def test_thought_length(text):
     tokens = np.concatenate([[1, 2], ids]).astype(np.int32)
     turns = (Turn(2, len(tokens), text),)
     trajectory = Trajectory(tokens, tokens < 0, tokens * 0.0, tokens * 0 - 1, 2, turns, "answer", 0)
-    assert thought_length(trajectory, TOKENIZER) == len(text.partition("</reason>")[0])
-
-
-def test_draw_problems_takes_one_batch():
-    (batches, state), rng = batches_of_problems(), np.random.default_rng(0)
-    config = method("grpo", "--group.problems=4")
-    assert [p.uid for p in draw_problems(config, batches, state, rng)] == ["00", "01", "02", "03"]
-    assert len(list(batches)) == 8
+    assert sample.thought_length(trajectory, TOKENIZER) == len(text.partition("</reason>")[0])
 
 
 def batches_of_problems():
@@ -146,7 +131,11 @@ def batches_of_problems():
     )
 
 
-def test_most_rows_bounds_every_plan():
+def test_draw_problems_takes_one_batch_and_most_rows_bounds_every_plan():
+    (batches, state), rng = batches_of_problems(), np.random.default_rng(0)
+    config = method("grpo", "--group.problems=4")
+    assert [p.uid for p in sample.draw_problems(config, batches, state, rng)] == ["00", "01", "02", "03"]
+    assert len(list(batches)) == 8
     assert most_rows(method("grpo", "--group.problems=8", "--group.size=4", "--batch.updates=3")) == 3 * 4
     assert most_rows(method("roc_inverse", "--group.problems=2", "--group.size=4")) == 8
 
@@ -160,11 +149,11 @@ class Placed(GroupLearner):
 
     def score(self, params, groups, temperature):
         trajectories = [t for group in groups for t in group.trajectories]
-        return Scores([(t.logprobs - params * t.policy_mask).astype(np.float32) for t in trajectories])
+        return g.Scores([(t.logprobs - params * t.policy_mask).astype(np.float32) for t in trajectories])
 
 
 def placed(config, update=None, kind=Placed):
-    learner = Learner(ModelConfig())
+    learner = Learner(g.ModelConfig())
     learner.update_step = update
     return kind(config, learner, None)
 
@@ -273,6 +262,8 @@ def test_recipes_in_which_the_ratio_matters_have_several_updates(names=tuple(RAT
         config = method(name)
         assert not ratio_is_one(config), name
         assert config.optim.schedule.total_steps == config.steps * config.batch.updates.total, name
+    with pytest.raises(ConfigError, match="measured on held-out problems"):
+        method("rc_grpo", "--data.eval_problems=0")
 
 
 @pytest.mark.parametrize(
@@ -292,37 +283,31 @@ def test_a_dry_run_says_when_no_ratio_can_differ_from_1(name, words, warns, caps
     assert ("every importance ratio is 1" in capsys.readouterr().out) == warns
 
 
-def test_parts_are_runs_of_whole_groups():
+def test_parts_are_runs_of_whole_groups_and_rows_of_own_parts_are_checked():
     groups = [make_group(i, n) for i, n in enumerate((2, 3, 1, 2))]
-    parts = parts_of(groups, 3)
-    assert [[g.size for g in part] for part in parts] == [[2], [3], [1, 2]]
+    assert [[g.size for g in part] for part in parts_of(groups, 3)] == [[2], [3], [1, 2]]
     assert [len(rows) for rows in split_rows(list(range(8)), groups, 3)] == [2, 3, 3]
     empty = replace(groups[0], trajectories=(), verdicts=())
     assert parts_of([empty, *groups[1:]], 4) == [[groups[1]], [groups[2]], [groups[3]]]
-
-
-def test_rows_of_own_parts_are_checked():
     row = SimpleNamespace(length=3, weights=np.ones(3), advantages=np.ones(3))
     assert checked_rows((row,), [row]) == [row]
     with pytest.raises(ValueError, match="returned 0 rows; it must return 1 of the same lengths"):
         checked_rows([], [row])
     with pytest.raises(ValueError, match="not finite"):
-        checked_rows([SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))], [row])
+        checked_rows([SimpleNamespace(**vars(row) | {"weights": np.full(3, np.nan)})], [row])
 
 
 def test_rows_keep_the_temperature_that_they_were_drawn_at():
     """Groups that waited for a step with another temperature train at their own; records without one at the step's."""
     config = method("dr_grpo", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
     mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
-    learner = Learner(ModelConfig(), mesh=mesh, batch=config.batch, several_temperatures=True)
-    waiting = make_group(0, 3)
-    drawn = [t.temperature for t in waiting.trajectories]
-    rows = train_rows([waiting], config, AlgoState(), rng=np.random.default_rng(0))
+    learner = Learner(g.ModelConfig(), mesh=mesh, batch=config.batch, several_temperatures=True)
+    rows = g.train_rows([waiting := make_group(0, 3)], config, AlgoState(), rng=np.random.default_rng(0))
     packed = learner.on_mesh(rows, 1.1)
     heats = [set(values.tolist()) for values in unpack(packed.packed.temperatures, packed.placement)]
-    assert heats == [{float(np.float32(heat or 1.1))} for heat in drawn]
+    assert heats == [{float(np.float32(t.temperature or 1.1))} for t in waiting.trajectories]
     assert len({heat for row_heats in heats for heat in row_heats}) == 2
-    plain_learner = Learner(ModelConfig(vocab_size=512), mesh=mesh, batch=config.batch)
+    plain_learner = Learner(g.ModelConfig(vocab_size=512), mesh=mesh, batch=config.batch)
     same = [replace(row, temperature=heat) for row, heat in zip(rows, (None, 1.0, 0.0), strict=True)]
     assert plain_learner.on_mesh(same, 1.0).packed.temperatures is None, "one temperature needs none; greedy is at 1"
     for given_rows, heat in ((rows, 1.0), (same, 0.5)):
@@ -334,15 +319,6 @@ def test_rows_keep_the_temperature_that_they_were_drawn_at():
         plain_learner.on_mesh([rows[0], replace(rows[1], tokens=rows[1].tokens + 10**6)], 1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "message"), [("rc_grpo", ["--data.eval_problems=0"], "measured on held-out problems")]
-)
-def test_plans_that_contradict_other_sections_are_refused(name, words, message, capsys):
-    with pytest.raises((ConfigError, SystemExit)) as stop:
-        method(name, *words)
-    assert message in " ".join((str(stop.value) + capsys.readouterr().err).replace("│", " ").split())
-
-
 def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():
     begun, sent = object(), []
 
@@ -350,8 +326,7 @@ def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():
         sent.append((requests, partial))
         return ScoredRollouts(completed=(make_group(0, 2),))
 
-    config = load_config(Config, ["toy.yaml"], prog="test")
-    samples = round_of(config, sampled, [], step=1, partial=[begun])
+    samples = round_of(load_config(Config, ["toy.yaml"], prog="test"), sampled, [], step=1, partial=[begun])
     assert sent == [([], [begun])] and len(samples.groups) == 1
 
 
@@ -366,7 +341,125 @@ def test_groups_that_a_deadline_cut_are_those_of_the_step_that_completes_them():
     for problems, complete in ((4, 2), (1, 0)):
         samples = round_of(config, sampled, [PROBLEM] * problems, step=3, first_place=8)
         assert [group.size for group in samples.groups] == [2] * complete and len(samples.partial) > complete
-        selections = tuple(resample_group(group, config, np.random.default_rng(0)) for group in samples.groups)
+        selections = tuple(g.resample(group, config, np.random.default_rng(0)) for group in samples.groups)
         metrics = replace(samples, selections=selections).metrics()
         assert metrics["roc/groups"] == complete
         assert ("no group was sampled to its end" in why_nothing_kept(metrics)) == (complete == 0)
+
+
+@pytest.mark.parametrize("solution", [None, "count them"])
+def test_a_demonstration_joins_the_group(solution):
+    """The world's own way to the answer, or the data's, scored like a rollout; none that is too long."""
+    problem = world_problem("products", 1, 0, 3)
+    if solution is not None:
+        problem = replace(problem, extra={"solution": solution})
+    chat = make_chat(g.TextConfig(), g.load_tokenizer(g.TextConfig()))
+    scorer, group = g.make_scorer(g.RewardConfig()), replace(method_groups.make_group([1, 0]), problem=problem)
+    shown = with_demonstration(scorer, chat, 256, group)
+    scorer.close()
+    last = shown.trajectories[2]
+    assert shown.correct.tolist() == [True, False, True]
+    assert str(last.condition) == "demonstration" and last.prompt_length == len(chat.prompt_ids(problem))
+    assert [chat.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
+    assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
+    assert with_demonstration(scorer, chat, 16, group) is group
+    unknown = replace(group, problem=replace(problem, extra={}))
+    assert with_demonstration(scorer, chat, 256, unknown) is unknown
+
+
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
+"""With the usual `eps` Adam's first step moves a parameter by the learning rate even if its gradient is rounding."""
+
+
+def learner_of(axes, fails):
+    """A learner whose update runs out of memory where `fails` says so of the shape of a micro-batch."""
+    step = step_of(axes, optim=OPTIM)
+
+    def update(state, batch):
+        if fails(batch.tokens.shape[1]):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes")
+        return step(state, batch)
+
+    learner = Learner(MODEL, mesh=mesh_of(axes))
+    learner.update_step = update
+    return learner
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 1, 1), marks=pytest.mark.slow)])
+def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows, axes, caplog):
+    """The trained parameters stay those of the whole micro-batches, and later steps begin with the halves."""
+    batch, _ = batch_on(axes, rows, g.BatchConfig(row_length=32, rows=2 * axes[0]))
+    count = batch.tokens.shape[1]
+    tight = learner_of(axes, lambda rows: rows == count)
+    expected, measured = learner_of(axes, lambda rows: False).optimizer_step(state_on(axes, OPTIM), batch)
+    for _ in range(2):
+        state, numbers = tight.optimizer_step(state_on(axes, OPTIM), batch)
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        assert float(numbers["update/grad_norm"]) == pytest.approx(float(measured["update/grad_norm"]), rel=1e-6)
+        assert numbers["update/micro_batches"] == 2 * measured["update/micro_batches"]
+    assert tight.halvings.counts == {"update": 1} and caplog.text.count("memory ran out") == 1
+
+
+def test_rollouts_go_on_between_the_parts_of_an_update():
+    calls = []
+
+    def parts(state, rows, *, between):
+        for part in rows:
+            calls.append(part)
+            between()
+        return state, {}
+
+    learner = Learner(MODEL)
+    learner.parts = parts
+    assert learner.optimizer_step("state", "ab") == ("state", {}) and calls == ["a", "b"], "nothing goes on yet"
+    learner.meanwhile = lambda: calls.append("chunk")
+    learner.optimizer_step("state", "cd")
+    assert calls[2:] == ["c", "chunk", "d", "chunk"]
+    undivided, plain = (1, 2, 1), g.read_config()
+    lag0, lag1 = (g.read_config(f"rollout.step_limit={{kind: stream, lag: {lag}}}") for lag in (0, 1))
+    for config, axes, expected in ((plain, ONE, 0), (lag0, ONE, 0), (lag1, undivided, 1), (lag1, (2, 1, 1), 0)):
+        assert takes_turns(config, mesh_of(axes)) == expected
+
+
+def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):
+    batch, _ = batch_on((1, 1, 1), rows)
+    other = learner_of((1, 1, 1), lambda rows: False)
+    other.update_step = lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: x"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        other.optimizer_step(state_on(optim=OPTIM), batch)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        learner_of((1, 1, 1), lambda rows: True).optimizer_step(state_on(optim=OPTIM), batch)
+
+
+def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
+    """Injected twice: micro-batches of four rows become those of one."""
+    batch, _ = batch_on((1, 1, 1), rows, g.BatchConfig(row_length=32, rows=4))
+    learner, score = learner_of((1, 1, 1), lambda rows: False), make_score(MODEL, UPDATE, mesh_of((1, 1, 1)))
+    params = state_on().params
+    expected = jax.device_get(score(params, batch))[0]
+    with injected("score.memory=oom@1,score.memory=oom@2") as happened:
+        logprobs = learner.halvings.run("score", partial(score, params), batch)[0]
+    assert learner.halvings.counts == {"score": 2} and happened.total() == 2
+    np.testing.assert_allclose(np.asarray(logprobs).reshape(expected.shape), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("words", "scored"), [([], False), (["--surrogate.old_logprobs=scored"], True)])
+def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(words, scored):
+    config, group = g.read_config(*words), make_group(1, 4)
+    logprobs = [np.full(t.length, -0.5, np.float32) for t in group.trajectories]
+
+    class Scored(GroupLearner):
+        def score(self, *_):
+            return g.Scores(logprobs, [-2 * values for values in logprobs])
+
+    run = SimpleNamespace(train=SimpleNamespace(params=None), method=AlgoState(), step=0)
+    made, measured = Scored(config, Learner(MODEL), None).rows([group], run)
+    for row, values in zip(made, logprobs, strict=True):
+        assert (row.scored is not None) is scored
+        if scored:
+            assert row.scored[0] is values and (row.scored[1] == 1.0).all()
+    gaps = [np.abs(t.logprobs + 0.5)[t.policy_mask] for t in group.trajectories]  # the loss compares with the pass
+    mean, largest = np.concatenate(gaps).mean(), max(map(np.max, gaps))
+    expected = {"loss/logprob_gap_mean": mean, "loss/logprob_gap_max": largest} if scored else {}
+    assert {k: v for k, v in measured.items() if "gap" in k} == pytest.approx(expected, rel=1e-5)

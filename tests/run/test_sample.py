@@ -1,59 +1,90 @@
-"""Sampling for a step: which rollouts of a group are no longer needed."""
+"""Sampling for a step: which rollouts are no longer needed, which process takes which, and that none gets lost."""
 
+import contextlib
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from grpo_roc_jax.engine.config import PartialRows, RolloutConfig
+import grpo_roc_jax as g
+from grpo_roc_jax.engine.config import DroppedRows, PartialRows, RolloutConfig, StreamedRows
 from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.method.roc import Selector
+from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run import sample
-from grpo_roc_jax.run.sample import EarlyExit
-from grpo_roc_jax.types import Problem, RolloutRequest
-from tests.helpers.group_sampling import Scoring, sampling_of
-from tests.helpers.samples import make_trajectory
+from grpo_roc_jax.run.buffer import RolloutBuffer
+from grpo_roc_jax.run.sample import AccountsOpen, EarlyExit, ScoredRollouts, StepSamples, check_accounts
+from grpo_roc_jax.train import main
+from tests.helpers.samples import make_group, make_trajectory, make_verdict
+from tests.test_train import TINY
+from tests.test_train import shared_programs as shared_programs  # a fixture
 
-PROBLEMS = [Problem(f"p{i}", "?", "1", "test") for i in range(3)]
-
-
-def early_exit(*sizes, keep=4, resample="roc"):
-    """Groups of these sizes; a trajectory is True, False, or None where it cannot be judged."""
-
-    def scorer(problem, some):
-        return SimpleNamespace(correct=np.array([t for t in some if t is not None], bool))
-
-    requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, sizes, strict=False))]
-    return EarlyExit(scorer, Selector.read(resample), keep, requests)
+PROBLEMS = [g.Problem(f"p{i}", "?", "1", "test") for i in range(3)]
 
 
-def test_a_group_is_cut_when_its_quota_is_decided_and_others_go_on():
-    exit_ = early_exit(8, 8)
-    outcomes = [True, False, True, False]  # of four kept, two failures and two successes whatever the others are
-    assert [list(exit_(8 + i, outcome)) for i, outcome in enumerate(outcomes)] == [[], [], [], [12, 13, 14, 15]]
-    assert list(exit_(0, True)) == [], "the first group has only begun"
-    assert list(exit_(14, None)) == [], "what was cut ends too"
+class Scoring:
+    """Makes a group of the rollouts of each problem; `fails` says of (uid, sample) whether it cannot be scored."""
+
+    def __init__(self, fails=lambda uid, sample: False):
+        self.fails, self.judged = fails, []
+
+    def score_all(self, problems, rollouts):
+        rng, groups = np.random.default_rng(0), []
+        for problem, some in zip(problems, rollouts, strict=True):
+            self.judged.append((problem, list(some)))
+            rows = tuple(t for t in some if not self.fails(problem.uid, t.sample))
+            groups.append(g.Group(problem, rows, tuple(make_verdict(rng, t) for t in rows)))
+        return SimpleNamespace(groups=tuple(groups), counts={"correct": len(groups)}, faults=())
 
 
-def test_trajectories_that_cannot_be_judged_fill_no_place():
-    exit_ = early_exit(8)
-    assert not any(list(exit_(i, None)) for i in range(8))
-
-
-@pytest.mark.parametrize(("size", "resample"), [(6, "roc"), (4, "none"), (8, "max_variance")])
-def test_groups_without_a_quota_run_to_their_end(size, resample):
-    exit_ = early_exit(size, resample=resample)
-    assert not any(list(exit_(i, bool(i % 2))) for i in range(size))
+def sampling_of(engine, scorer=None, processes=None, progress=None):
+    """A sampler of groups around a scripted engine, which gets requests and options."""
+    config, sampler = g.Config(), g.Sampler.of(engine, None, None)
+    sampler.weights = "version 0"  # stands for what `publish` returned
+    sampler.submission = lambda requests, options: (requests, options)
+    return sample.GroupSampler(
+        sampler, scorer or Scoring(), processes or Processes(), config.resample, config.group.size, progress
+    )
 
 
 def scripted(limits, run, scorer=None, progress=None):
     """A sampler of groups whose engine returns what `run` makes of the requests and options."""
-    engine = SimpleNamespace(config=limits, run=lambda weights, *submission: run(*submission))
-    sampling = sampling_of(engine, scorer, progress=progress)
-    sampling.sampler.submission = lambda requests, options: (requests, options)
-    return sampling
+    engine = SimpleNamespace(config=limits, run=lambda weights, *submission: (run(*submission), RolloutStats()))
+    return sampling_of(engine, scorer, progress=progress)
+
+
+def rows_of(*counts, **options):
+    rng = np.random.default_rng(0)
+    return [make_trajectory(rng, i, **options) for count in counts for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("size", "resample", "outcomes", "cut"),
+    [
+        # Of four kept, two failures and two successes whatever the others are.
+        (8, "roc", [True, False, True, False], [12, 13, 14, 15]),
+        (8, "roc", [None] * 8, []),  # what cannot be judged fills no place
+        (6, "roc", [False, True] * 3, []),
+        (4, "none", [False, True] * 2, []),
+        (8, "max_variance", [False, True] * 4, []),
+    ],
+)
+def test_a_group_is_cut_when_its_quota_is_decided_and_others_go_on(size, resample, outcomes, cut):
+    """Groups without a quota run to their end. A trajectory is True, False, or None where it cannot be judged."""
+
+    def scorer(problem, some):
+        return SimpleNamespace(correct=np.array([t for t in some if t is not None], bool))
+
+    requests = [g.RolloutRequest(problem, i, size) for i, problem in enumerate(PROBLEMS[:2])]
+    exit_ = EarlyExit(scorer, Selector.read(resample), 4, requests)
+    ends = [list(exit_(size + i, outcome)) for i, outcome in enumerate(outcomes)]
+    assert ends == [[]] * (len(outcomes) - 1) + [cut]
+    assert list(exit_(0, True)) == [], "the first group has only begun"
+    assert not cut or list(exit_(14, None)) == [], "what was cut ends too"
 
 
 @pytest.mark.parametrize(
@@ -62,24 +93,22 @@ def scripted(limits, run, scorer=None, progress=None):
 def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(early, purpose, cancels):
     given = []
 
-    def collect(*arguments):
-        given.append(arguments[-1])
-        return [make_trajectory(np.random.default_rng(0), i) for i in range(2)], RolloutStats()
+    def collect(requests, options):
+        given.append(options)
+        return rows_of(2)
 
     sampling = scripted(RolloutConfig(early_exit=early), collect, progress="display")
-    requests = [RolloutRequest(PROBLEMS[0], 0, 2)]
-    sampling.sample_requests(None, requests, RunOptions(3, purpose))
-    assert given[-1].progress == "display"
-    assert isinstance(given[-1].cancel_policy, EarlyExit) is cancels
-    sampling.sample_requests(None, requests, RunOptions(3, purpose, progress="own"))
-    assert given[-1].progress == "own"
+    for options in (RunOptions(3, purpose), RunOptions(3, purpose, progress="own")):
+        sampling.sample_requests(None, [g.RolloutRequest(PROBLEMS[0], 0, 2)], options)
+    assert [options.progress for options in given] == ["display", "own"]
+    assert isinstance(given[0].cancel_policy, EarlyExit) is cancels
 
 
 def test_every_rollout_of_the_engine_reaches_the_scorer_under_its_problem():
-    rng, scorer, counts = np.random.default_rng(0), Scoring(), (2, 3, 1)
-    rows = [make_trajectory(rng, i) for count in counts for i in range(count)]
-    sampling = scripted(RolloutConfig(), lambda requests, options: (rows, RolloutStats()), scorer)
-    requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, counts, strict=True))]
+    scorer, counts = Scoring(), (2, 3, 1)
+    rows = rows_of(*counts)
+    sampling = scripted(RolloutConfig(), lambda requests, options: rows, scorer)
+    requests = [g.RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, counts, strict=True))]
     scored = sampling.sample_requests(None, requests, RunOptions(3))
     expected = [(PROBLEMS[0], rows[:2]), (PROBLEMS[1], rows[2:5]), (PROBLEMS[2], rows[5:])]
     assert scorer.judged == expected
@@ -87,16 +116,15 @@ def test_every_rollout_of_the_engine_reaches_the_scorer_under_its_problem():
 
 
 def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
-    rng, scorer, submitted = np.random.default_rng(0), Scoring(), []
-    rows = [make_trajectory(rng, i % 2, turns=2) for i in range(4)]
+    scorer, submitted, rows = Scoring(), [], rows_of(2, 2, turns=2)
     first = [replace(row, stop=stop) for row, stop in zip(rows, ("answer", "cancelled", "answer", "eos"), strict=True)]
 
     def collect(requests, options):
         submitted.append(requests)
-        return given.pop(0), RolloutStats()
+        return given.pop(0)
 
     sampling = scripted(RolloutConfig(step_limit=PartialRows(9.0)), collect, scorer)
-    requests = [RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]
+    requests = [g.RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]
     given = [first, [rows[3], rows[1], rows[2]]]
     cut = sampling.sample_requests(None, requests, RunOptions(3))
     assert [len(some) for _, some in scorer.judged] == [0, 2]
@@ -114,17 +142,17 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
 
 def test_the_oldest_groups_go_on_first_so_that_every_rollout_ends():
     """Each step begins two groups of two rollouts, and has the time for two rollouts."""
+
     rng = np.random.default_rng(0)
 
     def collect(requests, options):
         rows = [make_trajectory(rng, i) for request in requests for i in request.samples]
-        return [replace(row, stop="answer" if i < 2 else "cancelled") for i, row in enumerate(rows)], RolloutStats()
+        return [replace(row, stop="answer" if i < 2 else "cancelled") for i, row in enumerate(rows)]
 
     ended, partial = [], ()
     sampling = scripted(RolloutConfig(step_limit=PartialRows(9.0)), collect)
     for step in range(6):
-        problems = [Problem(f"{step}.{index}", "?", "1", "test") for index in range(2)]
-        requests = [RolloutRequest(problem, index, 2) for index, problem in enumerate(problems)]
+        requests = [g.RolloutRequest(replace(PROBLEMS[0], uid=f"{step}.{index}"), index, 2) for index in range(2)]
         samples = sampling.sample_requests(None, requests, RunOptions(step), partial)
         ended += [group.problem.uid for group in (*samples.groups, *samples.completed) if group.size]
         partial = samples.partial
@@ -132,22 +160,19 @@ def test_the_oldest_groups_go_on_first_so_that_every_rollout_ends():
 
 
 def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
-    rng = np.random.default_rng(0)
-    rows = [replace(make_trajectory(rng, i), stop="cancelled") for i in range(3)]
+    rows = [replace(row, stop="cancelled") for row in rows_of(3)]
     before = [replace(problem, uid=f"old {problem.uid}") for problem in PROBLEMS]
     old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(before, rows, strict=True))]
-    requests = [RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)]
-    uids = []
+    requests, uids, parts = [g.RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)], [], []
 
     def collect(submitted, options):
         resumed = [request for request in submitted if request.resume is not None]
         uids.append([request.problem.uid for request in resumed])
         stops = ["answer", *["cancelled"] * len(resumed)][: len(resumed)]  # the first of them ends
         ended = [replace(row, stop="answer") for row in rows[: len(submitted) - len(resumed)]]
-        return [*(replace(r.resume, stop=s) for r, s in zip(resumed, stops, strict=True)), *ended], RolloutStats()
+        return [*(replace(r.resume, stop=s) for r, s in zip(resumed, stops, strict=True)), *ended]
 
     limits, nothing = RolloutConfig(step_limit=PartialRows(seconds=1.0)), Scoring(lambda *_: True)
-    parts = []
     for index in (0, 1, 0):  # each process's share, then everything again with both
         processes = Processes()
         processes.index, processes.count = index, 2
@@ -162,9 +187,168 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
 
 
 def test_what_a_session_held_is_not_kept():
-    row = replace(make_trajectory(np.random.default_rng(0), 0), stop="cancelled")
+    row = replace(rows_of(1)[0], stop="cancelled")
     assert sample.resumable(row)
     assert not sample.resumable(replace(row, stop="infrastructure"))
     turn = row.turns[0]
     in_session = replace(turn, results=(replace(turn.results[0], session_id="s"),))
     assert not sample.resumable(replace(row, turns=(in_session, *row.turns[1:])))
+
+
+# ---- Requests that do not fit the slots of all processes go to the process that has a free slot first --------------
+
+SLOTS, COUNTS = 3, (2, 2, 2, 2, 0, 3, 1)
+REQUESTS = [g.RolloutRequest(g.Problem(f"p{i}", "?", "1", "test"), i, count) for i, count in enumerate(COUNTS)]
+
+
+class Engine:
+    """Rows that end one by one, in a random order."""
+
+    def __init__(self, stops):
+        self.rng, self.rows, self.released, self.stops = np.random.default_rng(0), {}, 0, stops
+        self.config, self.tickets = RolloutConfig(slots=SLOTS), itertools.count()
+
+    def submit(self, sampler, requests, options):
+        assert len(self.rows) < SLOTS, "a slot is free"
+        rollouts = [(request.place, sample) for request in requests for sample in request.samples]
+        assert rollouts
+        tickets = [next(self.tickets) for _ in rollouts]
+        self.rows |= zip(tickets, rollouts, strict=True)
+        return tickets
+
+    def advance(self):
+        ticket = int(self.rng.choice([*self.rows]))
+        index, sample_ = self.rows.pop(ticket)
+        if index == 6 and self.stops:
+            raise Preempted
+        return [(ticket, replace(make_trajectory(np.random.default_rng(index), sample_), stop="answer"))]
+
+    def take_stats(self):
+        return RolloutStats(sampled_tokens=1)
+
+    def release(self):
+        self.rows, self.released = {}, self.released + 1
+
+
+class OneOfTwo(Processes):
+    """A process that shares counters with another one."""
+
+    check_stop = service = None
+
+    def __init__(self, index, counters):
+        self.index, self.count, self.gathered = index, 2, []
+        self.service = SimpleNamespace(
+            key_value_increment=lambda key, by: next(counters.setdefault(key, itertools.count(1))),
+            key_value_delete=lambda key: None,
+        )
+
+    def gather(self, value):
+        self.gathered.append(value)
+        return [value, ([], ScoredRollouts())]
+
+
+def one_process(index, counters, *, stops=False):
+    """(taken, sampled) of a process that shares counters with another one, which returns nothing. One rollout cannot
+    be scored."""
+    engine, group = Engine(stops), OneOfTwo(index, counters)
+    sampling = sampling_of(engine, Scoring(lambda *rollout: rollout == ("p5", 2)), group)
+    with contextlib.suppress(KeyError):  # the other process has the rest
+        sampling.sample_requests(None, REQUESTS, RunOptions(3))
+    assert engine.released == 1
+    return group.gathered[0]
+
+
+def test_each_request_is_rolled_out_once_whoever_takes_it():
+    counters = {}
+    indices, sampled = one_process(0, counters)
+    assert indices == [0, 2, 4 - 1, 4, 5, 6], "its share of the first three, and the others one by one"
+    other, rest = one_process(1, counters)
+    assert other == [1]
+    assert [len(group.trajectories) for group in (*sampled.groups, *rest.groups)] == [2, 2, 2, 0, 2, 1, 2]
+    assert [t.sample for t in sampled.groups[0].trajectories] == [0, 1], "in the order of samples"
+    assert [(problem.uid, t.sample) for problem, t in sampled.removed] == [("p5", 2)]
+    indices, sampled = one_process(0, {}, stops=True)
+    assert not indices and not sampled.groups, "a process that stops drops what it has"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "count", "fixed"),
+    [
+        ({"slots": 3}, 2, 3),
+        ({"slots": 6}, 2, 7),
+        ({"slots": 1}, 1, 7),
+        ({"slots": 3, "step_limit": DroppedRows(seconds=9.0)}, 2, 7),
+        # A queue that all processes share frees the engine at its end, with the rows of a stream that run on.
+        ({"slots": 3, "step_limit": StreamedRows()}, 2, 7),
+    ],
+)
+def test_what_is_divided_before(rollout, count, fixed):
+    engine = SimpleNamespace(config=RolloutConfig(**rollout))
+    sampling = sampling_of(engine, processes=SimpleNamespace(samplers=count))
+    assert sample.divided_before(sampling, REQUESTS) == fixed
+    assert sample.divided_before(sampling, ()) == 0
+    sampling.sampler.agents = "some"
+    assert sample.divided_before(sampling, REQUESTS) == len(REQUESTS)
+
+
+# ---- The buffer, and the accounts of a step ------------------------------------------------------------------------
+
+
+def test_the_buffer_gives_the_oldest_first_and_its_state_is_a_copy():
+    def uids(some):
+        return [group.problem.uid[-1] for group in some]
+
+    buffer, other, (a, b, c, d) = RolloutBuffer(), RolloutBuffer(), (make_group(seed, 2) for seed in range(4))
+    buffer.add([a, b])
+    buffer.add(iter([c]))
+    assert len(buffer) == 3 and uids(buffer.take(1)) == ["0"]
+    other.add([d])
+    other.load(buffer.state())
+    buffer.add([d])
+    assert uids(buffer.take(9)) == ["1", "2", "3"] and buffer.take(1) == [] and buffer.counts == (4, 4, 0)
+    assert uids(other.take(5)) == ["1", "2"] and (other.added, other.removed) == (3, 3)
+    with pytest.raises(ValueError, match=r"'world:gcd/0' is empty"):
+        buffer.add([g.Group(a.problem, (), ())])
+    with pytest.raises(ValueError, match="cannot take -1 groups"):
+        buffer.take(-1)
+
+
+def step():
+    """Two groups of three, of which one is kept; one rollout was removed."""
+    groups = (make_group(1, 3), make_group(2, 3))
+    removed = ((groups[0].problem, groups[0].trajectories[0]),)
+    wave = ScoredRollouts(groups, removed, {"correct": 6, "infrastructure": 1}, stats=RolloutStats(rollouts=7))
+    selections = tuple(SimpleNamespace(reasons=("",) * 3, kept=kept) for kept in (True, False))
+    rows = [SimpleNamespace(length=t.length) for t in groups[0].trajectories]
+    placement = SimpleNamespace(length=[row.length for row in rows])
+    batches = [SimpleNamespace(rows=rows, placement=placement)] * 2  # two passes
+    return StepSamples(groups, selections, (wave,)), groups[:1], batches, (4, 4, 0), (5, 5, 0)
+
+
+def lost_tokens(samples, trained, batches, *counts):
+    short = SimpleNamespace(rows=batches[0].rows, placement=SimpleNamespace(length=[1, 1, 1]))
+    return samples, trained, [short], *counts
+
+
+LOSSES = {
+    "rollouts .*: 7 and 6": lambda s, *rest: (replace(s, waves=(replace(s.waves[0], removed=()),)), *rest),
+    "trajectories of the groups .*: 3 and 6": lambda s, *rest: (replace(s, groups=s.groups[:1]), *rest),
+    "added to the buffer: 1 and 2": lambda *all: (*all[:4], (6, 6, 0)),
+    "those that wait now .*: 1 and 0": lambda *all: (*all[:4], (5, 4, 0)),
+    "trajectories taken = rows: 6 and 3": lambda s, g, b, *counts: (s, [*g, *g], b[:1], *counts),
+    "tokens of the rows = packed: .* and 3": lost_tokens,
+}
+
+
+@pytest.mark.parametrize("message", LOSSES)
+def test_what_is_lost_is_noticed(message):
+    check_accounts(*step())
+    with pytest.raises(AccountsOpen, match=message):
+        check_accounts(*LOSSES[message](*step()))
+
+
+@pytest.mark.slow
+def test_a_group_that_gets_lost_ends_the_run_with_the_state_saved(tmp_path):
+    with injected("selected=drop@2"), pytest.raises(AccountsOpen, match="added to the buffer: 2 and 1") as seen:
+        main([*TINY, "--resume=auto", "--data.eval_problems=0", f"--run_dir={tmp_path}"])
+    assert "the state after step 1 is saved" in seen.value.__notes__[0]

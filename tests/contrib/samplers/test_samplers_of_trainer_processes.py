@@ -152,19 +152,3 @@ def test_a_node_that_joins_samples_for_all_processes_and_one_that_is_lost_costs_
     assert len(uids) == len(set(uids)) == PROBLEMS * done
     alive = [row["samplers/alive"] for row in read_metrics(tmp_path / "run") if "samplers/alive" in row]
     assert (alive[0], max(alive), alive[-1]) == (1, 2, 1)
-
-
-def test_a_sampler_that_raises_ends_both_processes_with_the_reason(tmp_path):
-    words = ("--rollout.samplers=ray", "--rollout.samplers.count=1", "--steps=5")
-    raising = "--reward.functions=tests.contrib.samplers.test_samplers_of_trainer_processes:of_wrong_length"
-    processes = start(tmp_path, 2, 1, *words, raising)
-    assert ended(processes, 120) == [5, 5], said(tmp_path)
-    for index in (0, 1):
-        text = (tmp_path / f"said_{index}.txt").read_text()
-        assert "stopped: process 0 failed while it sampled: sampler 1" in text and "returned 2 values for 8" in text
-        assert "the state after step 0 is saved; run the same command with --resume auto" in text
-
-
-def of_wrong_length(problem, trajectories):
-    """Fails for groups of training, and neither where functions are tried nor in evaluations."""
-    return [1.0] * min(2, len(trajectories))
