@@ -1,10 +1,14 @@
 """Problem sets by hub id: a folder in the form of the hub stands for one, or a hub on loopback."""
 
+import hashlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +16,12 @@ import pytest
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.hub import load_hub
 from grpo_roc_jax.data.pipeline import make_problem_stream
-from tests.helpers.fake_hub import COMMIT, fake_hub
 
 if not importlib.util.find_spec("datasets"):  # which takes a second to import
     pytest.skip("datasets is not installed", allow_module_level=True)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
@@ -46,6 +52,62 @@ def test_a_branch_is_looked_up_once_and_its_commit_recorded(folder, monkeypatch)
     stream = make_problem_stream(DataConfig(sources=(f"hub:{folder}@main",)), problems=2, seed=0)
     assert {problem.answer for problem in next(stream)} == {"5", "2"} and revisions == ["main"]
     assert f"@{COMMIT}" in stream.notes[0]
+
+
+@contextmanager
+def fake_hub(name, files):
+    """(address, paths that were asked for) of a hub on loopback with one data set, `OWNER/NAME` with these files (by
+    path), whose branch `main` is at `COMMIT`: what `datasets` and `huggingface_hub` ask for one small data set."""
+    requests = []
+
+    def entry(path):
+        oid = hashlib.sha1(files[path]).hexdigest()
+        return {"type": "file", "path": path, "rfilename": path, "size": len(files[path]), "oid": oid}
+
+    about = {"id": name, "sha": COMMIT, "private": False, "gated": False, "disabled": False, "tags": []}
+    about |= {"downloads": 0, "likes": 0, "siblings": [entry(path) for path in files]}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path = self.path.partition("?")[0]
+            requests.append(path)
+            kind, _, rest = path.removeprefix(f"/api/datasets/{name}").strip("/").partition("/")
+            file = path.removeprefix(f"/datasets/{name}/resolve/").partition("/")[2]
+            if path.startswith(f"/datasets/{name}/resolve/") and file in files:
+                headers = {"ETag": f'"{entry(file)["oid"]}"', "X-Repo-Commit": COMMIT}
+                return self.send(200, files[file], **headers)
+            if not path.startswith(f"/api/datasets/{name}"):
+                return self.send(404, b"", **{"X-Error-Code": "EntryNotFound" if file else "RepoNotFound"})
+            if kind in ("", "revision"):
+                return self.send(200, about)
+            under = rest.partition("/")[2]
+            wanted = json.loads(body)["paths"] if kind == "paths-info" else [p for p in files if p.startswith(under)]
+            return self.send(200, [entry(path) for path in wanted if path in files])
+
+        do_GET = do_HEAD = do_POST = answer
+
+        def send(self, status, content, **headers):
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            for header, value in {"Content-Length": len(data), "Content-Type": "application/json", **headers}.items():
+                self.send_header(header, str(value))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
+
+        def log_message(self, *words):
+            """Nothing is printed."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 LOAD = """

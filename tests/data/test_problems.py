@@ -3,7 +3,6 @@
 import datetime
 import json
 from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -18,11 +17,24 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer
 from grpo_roc_jax.types import Problem
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-
 
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def load(tmp_path):
+    """(problems, report) of a file with these rows."""
+    return lambda *rows, **settings: load_problems(write(tmp_path / "a.jsonl", rows), **settings)
+
+
+def asked(questions, answer="1"):
+    return [{"question": question, "answer": answer} for question in questions]
+
+
+def write_table(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
     return path
 
 
@@ -62,8 +74,7 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix, nested):
     if suffix == ".jsonl":
         write(path, [row])
     else:
-        row = {key: value for key, value in row.items() if value != {}}
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        write_table(path, **{key: [value] for key, value in row.items() if value != {}})
     (problem,), report = load_problems(path)
     assert (problem.prompt, problem.answer) == ("1+1?", "2")
     assert problem.source == row.get("data_source", "train")
@@ -75,24 +86,24 @@ def test_common_formats_load_without_settings(tmp_path, shape, suffix, nested):
 
 
 @pytest.mark.parametrize("read", [lambda value: value, json.dumps], ids=["", "as text"])
-def test_of_a_nested_column_only_the_used_value_leaves_the_further_columns(tmp_path, read):
+def test_of_a_nested_column_only_the_used_value_leaves_the_further_columns(load, read):
     row = {"prompt": ASKED, "reward_model": read({"ground_truth": "2", "style": "rule"}), "ask": {"text": {"q": "no"}}}
-    path = write(tmp_path / "a.jsonl", [row])
-    assert load_problems(path)[0][0].extra == {"reward_model": read({"style": "rule"}), "ask": {"text": {"q": "no"}}}
-    (problem,), _ = load_problems(path, prompt_column="ask.text.q")
-    assert problem.extra == {"prompt": ASKED, "reward_model": read({"style": "rule"})}
+    assert load(row)[0][0].extra == {"reward_model": read({"style": "rule"}), "ask": {"text": {"q": "no"}}}
+    (problem,), _ = load(row | {"a": ["3"]}, prompt_column="ask.text.q", answer_column="a")
+    assert problem.extra == {"prompt": ASKED, "reward_model": row["reward_model"]}
+    assert (problem.prompt, problem.answer) == ("no", "3"), "columns can be named"
 
 
-def test_an_instruction_and_its_input_are_one_question(tmp_path):
+def test_an_instruction_and_its_input_are_one_question(load):
     """Also where most inputs are empty, and the first ones are."""
     rows = [{"instruction": f"Add {i}.", "input": "1+1" if i > 2 else "", "output": "2"} for i in range(5)]
-    path = write(tmp_path / "a.jsonl", [*rows, {"instruction": None, "input": "1+3", "output": "4"}, {"output": "5"}])
-    problems, report = load_problems(path)
+    rows += [{"instruction": None, "input": "1+3", "output": "4"}, {"output": "5"}]
+    problems, report = load(*rows)
     assert [p.prompt for p in problems] == ["Add 0.", "Add 1.", "Add 2.", "Add 3.\n\n1+1", "Add 4.\n\n1+1", "1+3"]
     assert [bad.reason for bad in report.bad] == ["column 'instruction' is missing"]
     assert not any(problem.extra for problem in problems)
     with pytest.raises(ValueError, match=r"column 'input' is empty"):
-        load_problems(path, prompt_column="input", bad_rows="fail")
+        load(*rows, prompt_column="input", bad_rows="fail")
 
 
 @pytest.mark.parametrize(
@@ -106,9 +117,9 @@ def test_an_instruction_and_its_input_are_one_question(tmp_path):
         ({"choices": [], "context": "", "passage": None, "options": ["two", "2"]}, ""),
     ],
 )
-def test_columns_that_a_question_may_need_are_named(tmp_path, columns, named):
-    rows = [{"question": "one plus 1? A two B 2", "answer": "2"} | columns, {"question": "1+1?", "answer": "2"}]
-    _, report = load_problems(write(tmp_path / "a.jsonl", rows))
+def test_columns_that_a_question_may_need_are_named(load, columns, named):
+    first, second = asked(["one plus 1? A two B 2", "1+1?"], "2")
+    _, report = load(first | columns, second)
     assert (f"columns that are not part of the prompt: {named}" in str(report)) == bool(named)
     assert bool(report.beside_prompt) == bool(named)
 
@@ -125,8 +136,7 @@ def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
         "nested": [{"at": [day], "raw": b"x"}],
         "score": [0.5],
     }
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
-    (problem,), _ = load_problems(tmp_path / "x.parquet")
+    (problem,), _ = load_problems(write_table(tmp_path / "x.parquet", **columns))
     assert problem.answer == "2.5"
     texts = {"created_at": "2024-01-02T03:04:05", "day": "2024-01-02", "price": "1.10", "took": "0:01:30"}
     assert problem.extra == texts | {"nested": {"at": ["2024-01-02T03:04:05"], "raw": b"x"}, "score": 0.5}
@@ -137,46 +147,38 @@ def test_columns_of_every_type_of_parquet_can_be_recorded(tmp_path):
 def test_numbers_of_any_width_are_references_with_their_own_digits(tmp_path, kind):
     values = [1.1, 0.1, 2.0, 1234.5, None]
     column = pyarrow.array(np.array([value or 0 for value in values], kind), mask=np.array([v is None for v in values]))
-    table = pyarrow.table({"question": [f"q{i}" for i in range(5)], "answer": column})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    problems, report = load_problems(tmp_path / "a.parquet")
+    path = write_table(tmp_path / "a.parquet", question=[f"q{i}" for i in range(5)], answer=column)
+    problems, report = load_problems(path)
     expected = ["1.1", "0.1", "2", "1234"] if kind == "float16" else ["1.1", "0.1", "2", "1234.5"]
     assert [problem.answer for problem in problems] == expected and len(report.bad) == 1
 
 
-def test_columns_can_be_named(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"question": "no", "text": {"q": "1+1?"}, "answer": "no", "a": ["2"]}])
-    (problem,), _ = load_problems(path, prompt_column="text.q", answer_column="a")
-    assert (problem.prompt, problem.answer) == ("1+1?", "2")
-
-
-def test_unknown_columns_are_named_in_the_error(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"foo": "1+1?", "bar": "2"}])
-    with pytest.raises(ValueError, match=r"its columns \(bar, foo\).*set data.prompt_column"):
-        load_problems(path)
-
-
+MEDIA = ("images", "image", "videos", "audio")
+PICTURES = ("<image> How", "How many in <image_2>?", "<|image_pad|> How", "![](figure.png) How", '<img src="a"> How')
 BAD_LINES = [
     (b'{"question": "q1", "answer": "1"', "invalid JSON"),
     (b'["q", "1"]', "must be a JSON object, not list"),
     (b'{"answer": "1"}', "column 'question' is missing"),
-    (b'{"question": null, "answer": "1"}', "column 'question' is null"),
-    (b'{"question": "q2", "answer": null}', "column 'answer' is null"),
-    (b'{"question": "q3"}', "column 'answer' is missing"),
-    (b'{"question": "   ", "answer": "1"}', "column 'question' is empty"),
-    (b'{"question": "q4", "answer": " "}', "column 'answer' is empty"),
-    (b'{"question": 5, "answer": "1"}', "column 'question' is int"),
-    (b'{"question": "q5", "answer": {"x": 1}}', "column 'answer' is dict"),
-    (b'{"question": "q6", "answer": true}', "column 'answer' is bool"),
-    (b'{"question": "q7", "answer": NaN}', "column 'answer' is nan"),
-    (b'{"question": "q8", "answer": "proof"}', "column 'answer' is 'proof', which stands for a missing answer"),
-    (b'{"question": "q9", "answer": "notfound"}', "column 'answer' is 'notfound', which stands for a missing answer"),
+    (b'{"question": "q"}', "column 'answer' is missing"),
+    *(
+        (b'{"question": "q", "answer": %s}' % value, f"column 'answer' is {reason}")
+        for value, reason in (
+            *((b"null", "null"), (b'" "', "empty"), (b'{"x": 1}', "dict"), (b"true", "bool"), (b"NaN", "nan")),
+            *((b'"%s"' % x, f"{x.decode()!r}, which stands for a missing answer") for x in (b"proof", b"notfound")),
+        )
+    ),
+    *(
+        (b'{"question": %s, "answer": "1"}' % value, f"column 'question' is {reason}")
+        for value, reason in ((b"null", "null"), (b'"   "', "empty"), (b"5", "int"))
+    ),
     (b'{"question": [{"role": "assistant", "content": "a"}], "answer": "1"}', "messages of the roles ['assistant']"),
     (b'{"question": [{"role": ["x"], "content": "a"}], "answer": "1"}', "messages of the roles [['x']]"),
     (b'{"question": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "something other than"),
     (b'{"question": "\xff", "answer": "1"}', "not UTF-8 at byte 15"),
     (b"[" * 100_000, "nested too deep"),
     (b'{"question": "good 0", "answer": "77"}', "asks what row 1 asks, with another answer"),
+    *((b'{"question": "q", "%s": ["a.png"]}' % name.encode(), f"column {name!r} is filled") for name in MEDIA),
+    *((json.dumps({"question": text, "answer": "1"}).encode(), "stands for media") for text in PICTURES),
 ]
 
 
@@ -191,8 +193,7 @@ def test_a_bad_row_is_named_by_file_and_row(tmp_path, line, reason):
     path = write_lines(tmp_path / "a.jsonl", [good[0], line, *good[1:]])
     problems, report = load_problems(path)
     assert [problem.prompt for problem in problems] == ["good 0", "good 1", "good 2"]
-    assert [(bad.file, bad.row) for bad in report.bad] == [(str(path), 2)]
-    assert reason in report.bad[0].reason
+    assert [(bad.file, bad.row) for bad in report.bad] == [(str(path), 2)] and reason in report.bad[0].reason
     assert f"{path}:2: " in str(report)
     with pytest.raises(ValueError, match=r":2: (.|\n)*set data.bad_rows to drop"):
         load_problems(path, bad_rows="fail")
@@ -212,11 +213,9 @@ def test_counts_add_up(tmp_path):
 def test_byte_order_mark_and_windows_line_ends(tmp_path):
     """Also where the last line does not end."""
     rows = b'{"question": "q1", "answer": "1"}\r\n{"question": "q2", "answer": "2"}'
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + rows)
-    problems, report = load_problems(path)
-    assert [(p.prompt, p.answer) for p in problems] == [("q1", "1"), ("q2", "2")]
-    assert report.bad == ()
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + rows)
+    problems, report = load_problems(tmp_path / "a.jsonl")
+    assert [(p.prompt, p.answer) for p in problems] == [("q1", "1"), ("q2", "2")] and report.bad == ()
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -245,74 +244,54 @@ def test_an_endless_line_is_skipped_without_holding_it(tmp_path, monkeypatch):
     assert "longer than" in report.bad[0].reason
 
 
-def test_uids_are_unique_and_survive_reordering(tmp_path):
-    rows = [{"question": f"q{i}", "answer": "1", "id": "same"} for i in range(20)]
-    first, _ = load_problems(write(tmp_path / "a.jsonl", rows))
-    second, _ = load_problems(write(tmp_path / "a.jsonl", rows[::-1]))
-    assert len({problem.uid for problem in first}) == 20
-    assert [problem.uid for problem in first] == [problem.uid for problem in second][::-1]
+def test_uids_are_unique_and_survive_reordering(load):
+    rows = [row | {"id": "same"} for row in asked(f"q{i}" for i in range(20))]
+    uids, reordered = ([problem.uid for problem in load(*some)[0]] for some in (rows, rows[::-1]))
+    assert len(set(uids)) == 20 and uids == reordered[::-1]
 
 
-def test_own_system_texts_are_counted(tmp_path):
+def test_own_system_texts_are_counted(load):
     row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": "1"}
-    (problem,), report = load_problems(write(tmp_path / "a.jsonl", [row]))
-    assert problem.prompt == "q"
-    assert report.own_system == 1
-    assert "text.system is used instead" in str(report)
+    (problem,), report = load(row)
+    assert (problem.prompt, report.own_system) == ("q", 1) and "text.system is used instead" in str(report)
 
 
+SOLUTIONS = [
+    *(("thus \\boxed{\\frac{1}{2}} and \\boxed{3}", "3"), ("so $\\boxed 2$.", "2"), ("it is \\fbox{7}.", "7")),
+    *(("so $\\boxed 12$ and that is all there is to say", "12"), ("we get \\boxed 12 apples, which cost $5", "12")),
+    *(("so $x=\\boxed{1}$, no: \\(\\boxed \\frac12\\)", "\\frac12"), ("it is \\boxed\\frac{1}{2}.", "\\frac{1}{2}")),
+    *(("it is \\boxed\\frac12.", "\\frac12"), ("$$\\boxed\\dfrac12$$", "\\dfrac12")),
+    *(("it is \\boxed\\sqrt2, so", "\\sqrt2"), ("\\begin{align*}x&=\\boxed\\frac12\\end{align*}", "\\frac12")),
+    *(("\\boxedminipage{x} \\boxed{4}", "4"), ("$$x=\\boxed 2 \\text{ cm}$$ and so on", "2 \\text{ cm}")),
+    *(("\\boxed{x \\} y}", "x \\} y"), ("$\\boxed{\\left\\{x\\right.}$", "\\left\\{x\\right.")),
+]
 GRIDS = json.dumps({"inputs": ["3 3\n"], "outputs": ["####\n#..#\n####\nYES"]})
 BOXES = json.dumps(["\\boxed{3}" * 40])
 
 
+SAME = [
+    *("1,2", "12,34", "025", "0101", "100,200", "so #### 5", "so\n#### 5\nor more", "###### heading", "--5"),
+    *("\\frac{1}{2}", "a\n####  ## b"),
+]
+
+
+VALUES = [
+    *(("so 2+2\n#### 1,234", "1234"), ("#### -5", "-5"), (27.0, "27"), (0.5, "0.5"), (Decimal("2.00"), "2")),
+    *((Decimal("0.10"), "0.1"), (10**30, str(10**30)), (" +7\n", "+7"), ("#### 100,200", "100200")),
+    *(("####5 \n\n", "5"), (["7"], "7"), ("#### The answer: \\boxed{4}", "4")),
+]
+TRUTHS = ("####\n#..#\n####", GRIDS, BOXES, "x = \\boxed{\\frac{1}{2}}")
+
+
 @pytest.mark.parametrize(
-    ("value", "name", "text"),
+    ("name", "value", "text"),
     [
-        ("so 2+2\n#### 1,234", "answer", "1234"),
-        ("#### -5", "answer", "-5"),
-        ("1,2", "answer", "1,2"),
-        ("12,34", "answer", "12,34"),
-        (27.0, "answer", "27"),
-        (0.5, "answer", "0.5"),
-        (Decimal("2.00"), "answer", "2"),
-        (Decimal("0.10"), "answer", "0.1"),
-        (10**30, "answer", str(10**30)),
-        ("025", "answer", "025"),
-        ("0101", "answer", "0101"),
-        ("100,200", "answer", "100,200"),
-        (" +7\n", "answer", "+7"),
-        ("#### 100,200", "answer", "100200"),
-        ("####5 \n\n", "answer", "5"),
-        ("so #### 5", "answer", "so #### 5"),
-        ("so\n#### 5\nor more", "answer", "so\n#### 5\nor more"),
-        ("###### heading", "answer", "###### heading"),
-        ("a\n####  ## b", "answer", "a\n####  ## b"),
-        ("####\n#..#\n####", "reward_model.ground_truth", "####\n#..#\n####"),
-        (GRIDS, "reward_model.ground_truth", GRIDS),
-        (BOXES, "reward_model.ground_truth", BOXES),
-        ("--5", "answer", "--5"),
-        ("\\frac{1}{2}", "answer", "\\frac{1}{2}"),
-        ("thus \\boxed{\\frac{1}{2}} and \\boxed{3}", "solution", "3"),
-        ("x = \\boxed{\\frac{1}{2}}", "reward_model.ground_truth", "x = \\boxed{\\frac{1}{2}}"),
-        (["7"], "answer", "7"),
-        ("so $\\boxed 2$.", "solution", "2"),
-        ("so $\\boxed 12$ and that is all there is to say", "solution", "12"),
-        ("so $x=\\boxed{1}$, no: \\(\\boxed \\frac12\\)", "solution", "\\frac12"),
-        ("we get \\boxed 12 apples, which cost $5", "solution", "12"),
-        ("it is \\boxed\\frac{1}{2}.", "solution", "\\frac{1}{2}"),
-        ("it is \\boxed\\frac12.", "solution", "\\frac12"),
-        ("$$\\boxed\\dfrac12$$", "solution", "\\dfrac12"),
-        ("\\begin{align*}x&=\\boxed\\frac12\\end{align*}", "solution", "\\frac12"),
-        ("it is \\boxed\\sqrt2, so", "solution", "\\sqrt2"),
-        ("$$x=\\boxed 2 \\text{ cm}$$ and so on", "solution", "2 \\text{ cm}"),
-        ("$\\boxed{\\left\\{x\\right.}$", "solution", "\\left\\{x\\right."),
-        ("\\boxed{x \\} y}", "solution", "x \\} y"),
-        ("it is \\fbox{7}.", "solution", "7"),
-        ("\\boxedminipage{x} \\boxed{4}", "solution", "4"),
-        ("#### The answer: \\boxed{4}", "answer", "4"),
+        *(("answer", *pair) for pair in (*VALUES, *zip(SAME, SAME, strict=True))),
+        *(("solution", *pair) for pair in SOLUTIONS),
+        *(("reward_model.ground_truth", text, text) for text in TRUTHS),
     ],
 )
-def test_answers_as_text(value, name, text):
+def test_answers_as_text(name, value, text):
     assert answer_text(value, name) == text
 
 
@@ -322,65 +301,37 @@ def test_a_box_that_cannot_be_read_is_no_reference(text):
         answer_text(text, "solution")
 
 
-def test_rows_with_other_media_are_bad(tmp_path):
-    media = [{column: ["a.png"]} for column in ("images", "image", "videos", "audio")]
-    rows = [
-        {"question": f"q{i}", "answer": "1"} | more for i, more in enumerate([*media, {"images": []}, {"image": None}])
-    ]
-    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
-    assert [problem.prompt for problem in problems] == ["q4", "q5"]
-    for bad, column in zip(report.bad, ("images", "image", "videos", "audio"), strict=True):
-        assert f"column {column!r} is filled" in bad.reason
-    (entry,), _ = load_problems(write(tmp_path / "b.jsonl", [{"image": "a cat", "answer": "1"}]), prompt_column="image")
+def test_rows_that_only_look_as_if_they_had_other_media_are_read(load):
+    rows = asked(["q1", "q2", "Is 1 < x > 0 an image of f(x)?"])
+    problems, report = load(rows[0] | {"images": []}, rows[1] | {"image": None}, rows[2])
+    assert len(problems) == 3 and not report.bad
+    (entry,), _ = load({"image": "a cat", "answer": "1"}, prompt_column="image")
     assert entry.prompt == "a cat"
 
 
-def test_questions_about_a_picture_in_their_text_are_bad(tmp_path):
-    pictures = (
-        "<image> How",
-        "How many in <image_2>?",
-        "<|image_pad|> How",
-        "![](figure.png) How",
-        '<img src="a"> How',
-    )
-    rows = [{"question": text, "answer": "2"} for text in (*pictures, "Is 1 < x > 0 an image of f(x)?")]
-    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
-    assert len(problems) == 1 and len(report.bad) == len(pictures)
-    assert all("stands for media" in bad.reason for bad in report.bad)
-
-
-FORMS = (
-    'Let\'s think step by step and output the final answer after "####".',  # verl's
+FORMS = [
+    'Let\'s think step by step and output the final answer after "####".',
     "Let's think step by step and output the final answer within \\boxed{}.",
-    "Put your final answer within \\boxed{}.",
-    "Return it in <answer> tags.",
-    "write the answer after 'Answer:'.",
-    'End with "The final answer is: ".',
     "The last line of your response should be of the form Answer: $Answer.",
-)
-"""`text.instruction` would stand beside them."""
+    *("Put your final answer within \\boxed{}.", "Return it in <answer> tags.", "write the answer after 'Answer:'."),
+    'End with "The final answer is: ".',
+]
+"""`text.instruction` would stand beside them; the first is verl's."""
 
 
-def test_questions_that_ask_for_a_form_of_their_own_are_named(tmp_path):
+def test_questions_that_ask_for_a_form_of_their_own_are_named(load):
     plain = ("What does #### mean?", "1+3?", "Give the answer: 1+2?")
-    rows = [{"question": f"{i}+1? {text}", "answer": "2"} for i, text in enumerate([*FORMS, *plain])]
-    _, report = load_problems(write(tmp_path / "a.jsonl", rows))
+    rows = asked([f"{i}+1? {text}" for i, text in enumerate([*FORMS, *plain])], "2")
+    _, report = load(*rows)
     assert report.own_form == tuple(range(1, 8))
     assert "7 rows ask for a form of the answer of their own" in str(report) and "(rows 1, 2, 3" in str(report)
-    assert "ask for a form" not in str(load_problems(write(tmp_path / "b.jsonl", rows[7:]))[1])
+    assert "ask for a form" not in str(load(*rows[7:])[1])
 
 
-def test_references_that_no_answer_will_equal_are_named(tmp_path):
-    solutions = (
-        "First we see that. " * 30,
-        "We add one and one and get two.",
-        "1+1 #### 2",
-        "2",
-        "\\frac{\\sqrt{3}}{2}",
-        "Tuesday morning",
-    )
-    rows = [{"question": f"{i}?", "solution": text} for i, text in enumerate(solutions)]
-    problems, report = load_problems(write(tmp_path / "a.jsonl", rows))
+def test_references_that_no_answer_will_equal_are_named(load):
+    long = ("First we see that. " * 30, "We add one and one and get two.", "1+1 #### 2")
+    solutions = (*long, "2", "\\frac{\\sqrt{3}}{2}", "Tuesday morning")
+    problems, report = load(*({"question": f"{i}?", "solution": text} for i, text in enumerate(solutions)))
     assert len(problems) == 6 and report.long_answers == (1, 2, 3)
     assert "3 rows have a reference of more than 200 characters" in str(report) and "(rows 1, 2, 3)" in str(report)
 
@@ -399,8 +350,12 @@ def test_last_boxed_balances_braces():
         (lambda d: write(d / "a.csv", []), r"cannot read '.csv' files; must be .jsonl, .json or .parquet"),
         (lambda d: write(d / "empty.jsonl", []), "no usable row among the first 0"),
         (lambda d: write_lines(d / "bad.jsonl", [b"{", b"}"]), r"bad.jsonl:1: invalid JSON"),
-        (lambda d: write(d / "null.jsonl", [{"question": "q", "answer": None}]), "set data.answer_column"),
-        (lambda d: write(d / "blank.jsonl", [{"question": "q", "answer": " "}]), "no row of the file can be used"),
+        (lambda d: write(d / "null.jsonl", asked("q", None)), "set data.answer_column"),
+        (lambda d: write(d / "blank.jsonl", asked("q", " ")), "no row of the file can be used"),
+        (
+            lambda d: write(d / "a.jsonl", [{"foo": "1+1?", "b": "2"}]),
+            r"columns \(b, foo\).*set data.prompt_col",
+        ),
     ],
 )
 def test_files_without_problems_are_refused_with_the_reason(tmp_path, make, message):
@@ -410,17 +365,15 @@ def test_files_without_problems_are_refused_with_the_reason(tmp_path, make, mess
 
 def test_a_truncated_parquet_file_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
-    rows = [{"question": f"q{i}", "answer": "1"} for i in range(5000)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    write_table(path, question=[f"q{i}" for i in range(5000)], answer=["1"] * 5000)
     assert len(load_problems(path)[0]) == 5000
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(ValueError, match=r"a\.parquet: not a readable Parquet file"):
         load_problems(path)
 
 
-def test_long_prompts_are_listed_and_dropped_never_cut(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"question": "x" * n, "answer": "1"} for n in (10, 200, 30)])
-    problems, _ = load_problems(path)
+def test_long_prompts_are_listed_and_dropped_never_cut(load):
+    problems, _ = load(*asked("x" * n for n in (10, 200, 30)))
     chat = make_chat(TextConfig(tokenizer="bytes"), ByteTokenizer())
 
     def length(problem):
@@ -429,26 +382,10 @@ def test_long_prompts_are_listed_and_dropped_never_cut(tmp_path):
     limit = length(problems[2])
     kept, dropped = drop_long(problems, length, limit)
     assert [len(problem.prompt) for problem in kept] == [10, 30], "a prompt of exactly the limit is kept"
-    assert (
-        f"rollout.max_prompt_tokens = {limit}: 1 over-long prompts dropped, 2 problems left; raise it to" in dropped[0]
-    )
+    assert f"max_prompt_tokens = {limit}: 1 over-long prompts dropped, 2 problems left; raise it to" in dropped[0]
     assert dropped[1:] == [f"{problems[1].uid}: prompt of {limit + 170} tokens, at most {limit} fit; dropped"]
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("gsm8k_train", 7473), ("gsm8k_test", 1319), ("aime24", 30), ("amc23", 40)]
-)
-def test_real_data_sets_load_in_full_with_integer_answers(name, count):
-    path = SHARED / f"{name}.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not here")
-    problems, report = load_problems(path)
-    assert (report.rows, len(problems), report.bad, report.duplicates) == (count, count, (), 0)
-    unparsed = [problem.answer for problem in problems if not problem.answer.removeprefix("-").isdecimal()]
-    assert unparsed == [], f"{count - len(unparsed)} of {count} gold answers are integers"
-
-
 @pytest.mark.parametrize("prompt", ["[1, 2]", '[{"x": 1}]', "[", '[{"role"', "{1, 2} or {3}?", "[[" * 5000])
-def test_a_question_in_brackets_is_no_conversation(tmp_path, prompt):
-    write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "2"}])
-    assert load_problems(tmp_path / "a.jsonl")[0][0].prompt == prompt
+def test_a_question_in_brackets_is_no_conversation(load, prompt):
+    assert load({"prompt": prompt, "answer": "2"})[0][0].prompt == prompt

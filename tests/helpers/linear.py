@@ -4,13 +4,6 @@ import time
 from collections.abc import Callable
 
 
-def cpu_seconds(action: Callable[[], object]) -> float:
-    """Of this thread, so that other work on the machine does not count."""
-    started = time.thread_time()
-    action()
-    return time.thread_time() - started
-
-
 def assert_linear(
     action: Callable[[str], object], unit: str, characters: int, *, lead: str = "", slack_s: float = 0.02
 ) -> None:
@@ -22,7 +15,12 @@ def assert_linear(
         lead: What the text begins with.
         slack_s: For times that are too short to be measured.
     """
-    small, large = (lead + unit * max(1, size // len(unit)) for size in (characters, 8 * characters))
-    assert any(
-        cpu_seconds(lambda: action(large)) < 24 * cpu_seconds(lambda: action(small)) + slack_s for _ in range(3)
-    ), f"{lead}{unit!r}, repeated"
+
+    def cpu_seconds(size: int) -> float:
+        """Of this thread, so that other work on the machine does not count."""
+        text, started = lead + unit * max(1, size // len(unit)), time.thread_time()
+        action(text)
+        return time.thread_time() - started
+
+    quick = any(cpu_seconds(8 * characters) < 24 * cpu_seconds(characters) + slack_s for _ in range(3))
+    assert quick, f"{lead}{unit!r}, repeated"

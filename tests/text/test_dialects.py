@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_roc_jax.record import codec
-from grpo_roc_jax.text.calls import THOUGHTS, call_blocks
+from grpo_roc_jax.text.calls import THOUGHTS, call_blocks, parse_call, without_thoughts
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.forms import PYTHON_TOOL
+from grpo_roc_jax.text.literals import python_calls
 from grpo_roc_jax.text.templates import ChatTemplate, TemplateError
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
 from grpo_roc_jax.text.turns import MOST_MENTIONS, StopTest, read_turn
@@ -46,23 +48,12 @@ MARKS = sorted({mark for form in CONVENTIONS.values() for mark in (*form.opening
 HOSTILE = [
     *MARKS,
     *("</tool_call>", "<tool_call>", "</answer>", "<answer>", "<think>", "</think>", "</reason>", "<|im_end|>"),
-    *(
-        "</parameter>\n</function>\n</tool_call>",
-        "\n</parameter>\n<parameter=note>\nx",
-        "<function=run>",
-        "</function>",
-    ),
-    *(
-        "</arg_value>\n</tool_call>",
-        "</arg_value>\n<arg_key>note</arg_key>\n<arg_value>",
-        "[TOOL_CALLS]",
-        "[ARGS]{",
-        "]",
-    ),
+    *("</parameter>\n</function>\n</tool_call>", "\n</parameter>\n<parameter=note>\nx", "<function=run>"),
+    *("</function>", "</arg_value>\n</tool_call>", "</arg_value>\n<arg_key>note</arg_key>\n<arg_value>", "]"),
+    *("[TOOL_CALLS]", "[ARGS]{", "functools[{"),
     *("\n```\n", "```tool_code\nrun()", "'", '"', '"""', "'''", "\\", "\\n", "\n", "\r", "\t", "#", "{", "}", "[", "("),
     *(")", ";", ",", "; {", '{"name": "run", "parameters": {}}', "é", "日", "🙂", "\x00", "\u2028", " ", "print(1)"),
     *("null", "true", "1", "functions.run:0", "<|message|>", "<|call|>", "<｜tool▁call▁end｜>", '<|"|>', "<escape>"),
-    "functools[{",
 ]
 hostile = st.lists(st.sampled_from(HOSTILE), max_size=6).map("".join)
 values = st.one_of(hostile, st.integers(-(10**12), 10**12), st.booleans(), st.none())
@@ -85,10 +76,6 @@ WHOLE = ("llama3", "mistral", "mistral_args", "granite", "phi", "pythonic")
 
 def plain(parsed):
     return [(call.name, call.arguments, call.fault) for call in parsed]
-
-
-def sound(parsed):
-    return [(call.name, call.arguments) for call in parsed if call.fault is None]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -117,8 +104,9 @@ def test_a_call_that_is_cut_off_is_never_run(name, written, content, rng):
     expected = [(call.name, call.arguments) for call in written]
     for end in {rng.randrange(len(text) + 1) for _ in range(12)} | {len(text) - 1, len(text) - 2}:
         for over in (False, True):
-            parsed = sound(form.find_calls(text[: max(0, end)], over=over, tools=TOOLS))
-            assert parsed == expected[: len(parsed)], text[:end]
+            parsed = form.find_calls(text[: max(0, end)], over=over, tools=TOOLS)
+            whole = [(call.name, call.arguments) for call in parsed if call.fault is None]
+            assert whole == expected[: len(whole)], text[:end]
 
 
 def chat_with(name, tokenizer=None, **changes):
@@ -141,7 +129,7 @@ def sampled(chat, ids):
 @pytest.mark.parametrize("name", CONVENTIONS)
 @given(calls)
 @settings(max_examples=12, deadline=None)
-@example(ToolCall("run", {"code": "print('</tool_call>', '</answer>', '</reason>')"}, ""))
+@example(ToolCall("run", {"code": "print('</tool_call>', '</answer>', '</reason>', '<|im_end|>')"}, ""))
 def test_the_engine_stops_at_the_end_of_a_call_and_nowhere_before(name, tokenizer, call):
     """Token by token; a tag may be a token of the vocabulary or not."""
     chat = chat_with(name, tokenizer())
@@ -164,16 +152,6 @@ def test_the_opening_of_a_call_is_how_every_call_of_the_tool_begins(name):
         assert plain(chat.parse_turn(chat.turn_ids(written)).calls) == [("run", arguments, None)]
     assert chat.call_opening("run").startswith(chat.call_opening())
     assert opening.strip().removeprefix("</reason>").strip(), "it says something"
-
-
-@pytest.mark.parametrize("template", ["qwen3_5", "qwen3_coder"])
-def test_the_opening_of_a_call_closes_the_thought_that_the_template_opens(tmp_path, template):
-    make_directory(tmp_path, "qwen3_coder", (FOLDER / f"{template}.jinja").read_text())
-    config = TextConfig(tokenizer=str(tmp_path), template=PublishedTemplate())
-    chat = make_chat(config, load_tokenizer(config), TOOLS)
-    written = chat.written(CONVENTIONS["hermes"].write_calls("</reason>", [ToolCall("run", {"code": "1"}, "")]))
-    assert written.startswith(chat.call_opening("run")) and "<tool_call>" in chat.call_opening("run")
-    assert plain(chat.parse_turn(chat.turn_ids(written)).calls) == [("run", {"code": "1"}, None)]
 
 
 CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "1"}}\n</tool_call>'
@@ -204,13 +182,24 @@ def test_a_call_in_a_thought_is_not_run_at_any_number_of_calls(case, call, most,
     assert chat.parse_turn(chat.turn_ids(text.replace("{call}", call))).calls == parsed.calls
 
 
-@pytest.mark.parametrize("most", [1, 4])
-def test_a_thought_that_a_published_template_opens_is_open_until_it_is_closed(tmp_path, most):
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_thought_that_the_template_opens_is_open_until_it_is_closed(tmp_path, thinking):
+    """Qwen3.5 opens it, or writes an empty one, and keeps thoughts; a forced call closes it."""
     make_directory(tmp_path, "qwen3_coder", (FOLDER / "qwen3_5.jinja").read_text())
-    config = TextConfig(tokenizer=str(tmp_path), template=PublishedTemplate(), max_calls_per_turn=most)
-    chat = make_chat(config, load_tokenizer(config), TOOLS)
-    for text, number in ((f"I call {XML}", 0), (f"{XML} or not\n</think>\n\nNo.", 0), (f"so\n</think>\n\n{XML}", 1)):
-        assert len(chat.parse_turn(sampled(chat, [*chat.raw_ids(text), chat.end_id])).calls) == number, text
+    template = PublishedTemplate(history="refuse", variables=() if thinking else ("enable_thinking=false",))
+    closed = (f"I call {XML}", 0), (f"{XML} or not\n</think>\n\nNo.", 0), (f"a {CALL}?\n</think>\n\n{XML}", 1)
+    for most in (1, 4):
+        chat = published_chat(tmp_path, template=template, tools_section=True, max_calls_per_turn=most)
+        prompt = chat.tokenizer.decode(chat.prompt_ids(PROBLEM))
+        assert prompt.endswith("<think>\n" if thinking else "<think>\n\n</think>\n\n")
+        assert chat.written("so</reason>y") == ("so\n</think>\n\ny" if thinking else "so\ny")
+        for text, number in closed if thinking else ((XML, 1),):
+            calls = chat.parse_turn(sampled(chat, [*chat.raw_ids(text), chat.end_id])).calls
+            assert plain(calls) == [("run", {"code": "1"}, None)] * number, text
+        opening, given = chat.call_opening("run"), ToolCall("run", {"code": "1"}, "")
+        written = chat.written(CONVENTIONS["hermes"].write_calls("</reason>", [given]))
+        assert written.startswith(opening) and "<tool_call>" in opening
+        assert plain(chat.parse_turn(chat.turn_ids(written)).calls) == [("run", {"code": "1"}, None)]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -220,9 +209,8 @@ def test_no_form_reads_a_call_that_a_thought_mentions(name):
     form = CONVENTIONS[name]
     for opening, closing in form.thoughts or THOUGHTS:
         go_on = "<|start|>assistant" if closing == "<|end|>" else "\n"
-        for code in ("print(1)", "print('</think>')", "<think>", 'x = "</reason>"'):
-            if closing in code:
-                continue
+        codes = ("print(1)", "print('</think>')", "<think>", 'x = "</reason>"')
+        for code in (code for code in codes if closing not in code):
             mentioned, run = (form.write_calls("", [ToolCall("run", {"code": value}, "")]) for value in (code, "run"))
             cases = (
                 (False, f"{opening}Maybe\n{mentioned}\nor not{closing}{go_on}{run}", ["run"]),
@@ -232,6 +220,7 @@ def test_no_form_reads_a_call_that_a_thought_mentions(name):
                 (False, f"{opening}a{closing}\n{opening}Maybe\n{mentioned}{closing}{go_on}{run}", ["run"]),
                 (True, f"Maybe\n{mentioned}\nor not{closing}{go_on}{run}", ["run"]),
                 (True, f"Maybe\n{mentioned}\nor not", []),
+                *((True, f"So.{closing}{between}{run}", ["run"]) for between in ("", " ", "\n") if name != "code"),
             )
             for opened, text, calls in cases:
                 if opened and (opening, closing) in form.thoughts:
@@ -262,151 +251,170 @@ def test_turns_are_read_in_linear_time(name):
     form = CONVENTIONS[name]
 
     def read(text):
-        for opened in (True, False):
-            read_turn(text, form, opened=opened, tools=TOOLS)
-            read_turn(text + "</think>", form, opened=opened, tools=TOOLS)
+        for over in (True, False):
+            form.find_calls(without_thoughts(text), over=over, tools=TOOLS)
+            read_turn(text, form, opened=over, tools=TOOLS)
+            read_turn(text + "</think>", form, opened=over, tools=TOOLS)
+        if name == "hermes":
+            call_blocks(text)
 
-    for unit in (*MARKS, *HOSTILE[: len(HOSTILE) // 2], *(form.write_calls("", [call]) for call in EACH)):
+    parts = ("<tool_call>{", "<tool_call><function=", "</parameter>", "f(a=", "; {", "{\n", "\n   ", "<think></think>")
+    units = (*MARKS, *HOSTILE[: len(HOSTILE) // 2], *parts, *(form.write_calls("", [call]) for call in EACH))
+    for unit in units:
         assert_linear(read, unit, 4_000)
 
 
 THOUGHT_OF_GPT_OSS = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
 
 
+def tagged(form, *values, name="run", close="</function>\n</tool_call>"):
+    """A call of `xml` or `glm` with these parameters."""
+    if form == "glm":
+        parts = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values)
+        return f"<tool_call>{name}\n{''.join(parts)}</tool_call>"
+    parts = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<tool_call>\n<function={name}>\n{''.join(parts)}{close}"
+
+
+def coded(source):
+    return f"I call.\n```tool_code\n{source}\n```\n"
+
+
 # ---- what else is read ---------------------------------------------------------------------------------------------
 
 
-LOOK, RUN, BAD = [("look_up", {})], [("run", {"code": "1"})], [None]
+def run(**given):
+    return [("run", given)]
+
+
+LOOK, RUN, BAD, READY = [("look_up", {})], run(code="1"), [None], '{"name": "run", "parameters": {"code": "1"}}'
+NAMED = '{"name": "run", "arguments": {"code": "1"}}'
+ONE = '{"code": "1"}'
+kimi = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>".format
+deepseek = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>".format
+harmony, hermes = "<|channel|>{}<|message|>{}".format, "<tool_call>{}</tool_call>".format
 READ = {
     "hermes": [
-        ('<tool_call>{"name": "look_up"}</tool_call>', LOOK),
-        ('<tool_call>{"name": "look_up", "arguments": null}</tool_call>', LOOK),
-        ('<tool_call>{"name": "look_up", "arguments": ""}</tool_call>', LOOK),
-        ('<tool_call>{"name": "look_up", "arguments": "null"}</tool_call>', LOOK),
-        ('<tool_call>{"name": "run", "arguments": "{\\"code\\": \\"1\\"}"}</tool_call>', RUN),
-        ('<tool_call>{"name": "run", "parameters": {"code": "1"}}</tool_call>', RUN),
-        ('<tool_call>{"name": "run", "arguments": {"code": "1", "count": NaN}}</tool_call>', BAD),
-        ('<tool_call>{"name": "run", "arguments": {"code": "1", "count": -1e999}}</tool_call>', BAD),
-        ('<tool_call>{"name": "needs"}</tool_call>', BAD),
-        ('<tool_call>{"name": "unknown"}</tool_call>', BAD),
+        (hermes('{"name": "look_up"}'), LOOK),
+        *((hermes(f'{{"name": "look_up", "arguments": {x}}}'), LOOK) for x in ("null", '""', '"null"')),
+        *((hermes('{"name": "run", "arguments": "{\\"code\\": \\"1\\"}"}'), RUN), (hermes(READY), RUN)),
+        (hermes('{"name": "run", "arguments": {"code": "1", "count": NaN}}'), BAD),
+        (hermes('{"name": "run", "arguments": {"code": "1", "count": -1e999}}'), BAD),
+        *((hermes('{"name": "needs"}'), BAD), (hermes('{"name": "unknown"}'), BAD)),
     ],
     "mistral": [
         ("[TOOL_CALLS]look_up[ARGS]null", LOOK),
-        ("[TOOL_CALLS]look_up[ARGS][TOOL_CALLS]look_up[ARGS]{}", LOOK * 2),
-        ("[TOOL_CALLS]needs[ARGS]null", BAD),
-        ('[TOOL_CALLS]run[ARGS]{"code": "[TOOL_CALLS]a[ARGS]{"}', [("run", {"code": "[TOOL_CALLS]a[ARGS]{"})]),
+        *(("[TOOL_CALLS]look_up[ARGS][TOOL_CALLS]look_up[ARGS]{}", LOOK * 2), ("[TOOL_CALLS]needs[ARGS]null", BAD)),
+        ('[TOOL_CALLS]run[ARGS]{"code": "[TOOL_CALLS]a[ARGS]{"}', run(code="[TOOL_CALLS]a[ARGS]{")),
         ('[TOOL_CALLS] [{"name": "look_up", "arguments": null}]', LOOK),
-        ('[TOOL_CALLS] [{"name": "run", "arguments": {"code": "1"}}] and prose', RUN),
+        *((f"[TOOL_CALLS] [{NAMED}] and prose", RUN), (f"so[TOOL_CALLS] [{NAMED}, {NAMED}]", RUN * 2)),
+        ('[TOOL_CALLS]run[ARGS]{"code": "1"}[TOOL_CALLS]look_up[CALL_ID]x1[ARGS]{}', RUN + LOOK),
+        *((f"[TOOL_CALLS]{cut}", BAD) for cut in (' [{"name": "run", "arguments": {}', "run[ARGS]{", " [1]")),
+        (f"[{NAMED}]", []),
     ],
     "deepseek": [
-        ("<｜tool▁call▁begin｜>look_up<｜tool▁sep｜><｜tool▁call▁end｜>", LOOK),
-        ("<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>null<｜tool▁call▁end｜>", LOOK),
-        ("<｜tool▁call▁begin｜>needs<｜tool▁sep｜>null<｜tool▁call▁end｜>", BAD),
-        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>run<｜tool▁sep｜>{"code": "1"}<｜tool▁call▁end｜>', RUN),
-        ("<｜tool▁call▁begin｜>run<｜tool▁call▁end｜>", BAD),
+        *((deepseek("look_up", ""), LOOK), (deepseek("look_up", "null"), LOOK), (deepseek("needs", "null"), BAD)),
+        *(("<｜tool▁calls▁begin｜>" + deepseek("run", ONE), RUN), ("<｜tool▁call▁begin｜>run<｜tool▁call▁end｜>", BAD)),
     ],
     "kimi": [
-        ("<|tool_call_begin|>look_up:0<|tool_call_argument_begin|><|tool_call_end|>", LOOK),
-        ("<|tool_call_begin|>look_up:0<|tool_call_argument_begin|>null<|tool_call_end|>", LOOK),
-        ("<|tool_call_begin|>needs:0<|tool_call_argument_begin|>null<|tool_call_end|>", BAD),
-        ('<|tool_call_begin|>run:3<|tool_call_argument_begin|>{"code": "1"}<|tool_call_end|>', RUN),
+        *((kimi("look_up:0", ""), LOOK), (kimi("look_up:0", "null"), LOOK), (kimi("needs:0", "null"), BAD)),
+        (kimi("run:3", ONE), RUN),
     ],
     "harmony": [
-        ("<|channel|>commentary to=functions.look_up json<|message|>null<|call|>", LOOK),
-        ("<|channel|>commentary to=functions.needs json<|message|><|call|>", BAD),
-        ('<|channel|>commentary to=functions.run <|constrain|>json<|message|>{"code": "1"}', RUN),
-        (THOUGHT_OF_GPT_OSS + '<|channel|>commentary to=functions.run json<|message|>{"code": "1"}', RUN),
-        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("run", {"code": "print(1)"})]),
-        ("<|channel|>analysis to=python code<|message|>{1: 2}[1]<|call|>", [("run", {"code": "{1: 2}[1]"})]),
-        ('<|channel|>analysis to=python code<|message|>{"a": 1}', [("run", {"code": '{"a": 1}'})]),
-        ('<|channel|>commentary to=python json<|message|>{"code": "1"}<|call|>', RUN),
-        ("<|channel|>final<|message|>to=functions.run is a name", []),
-        ("<|channel|>commentary to=functions.run json<|message|>code", BAD),
+        (harmony("commentary to=functions.look_up json", "null<|call|>"), LOOK),
+        (harmony("commentary to=functions.needs json", "<|call|>"), BAD),
+        (harmony("commentary to=functions.run <|constrain|>json", ONE), RUN),
+        (THOUGHT_OF_GPT_OSS + harmony("commentary to=functions.run json", ONE), RUN),
+        (harmony("analysis to=python code", "print(1)<|call|>"), run(code="print(1)")),
+        (harmony("analysis to=python code", "{1: 2}[1]<|call|>"), run(code="{1: 2}[1]")),
+        (harmony("analysis to=python code", '{"a": 1}'), run(code='{"a": 1}')),
+        (harmony("commentary to=python json", ONE + "<|call|>"), RUN),
+        (harmony("final", "to=functions.run is a name"), []),
+        (harmony("commentary to=functions.run json", "code"), BAD),
     ],
     "llama3": [
-        ('{"name": "look_up"}', LOOK),
-        (' {"type": "function", "name": "run", "arguments": {"code": "1"}}', RUN),
-        (
-            'so <|python_tag|>{"name": "look_up", "parameters": {}}; {"name": "run", "parameters": {"code": "1"}}',
-            LOOK + RUN,
-        ),
-        ("The set {1, 2} has two elements.", []),
-        ('In JSON: {"name": "run"}', []),
-        ('{"name": "run", "parameters": {"code": "1"}', BAD),
-        ('So:\n{"name": "look_up"}\nas I said', LOOK),
-        ('So:\n{"name": "needs"}\nas I said', []),
-        ('{"name": "run", "parameters": {"code": "1"}}\n{"name": "look_up", "parameters": {}}', RUN + LOOK),
-        ('{"name": "run", "parameters": {"code": "1"}}\nThis runs it; then I see.', RUN),
-        ('{"name": "run", "parameters": {"code": "<|python_tag|>{"}} done', [("run", {"code": "<|python_tag|>{"})]),
-        ('<|python_tag|>[{"name": "run", "parameters": {"code": "1"}}]', RUN),
-        ("<|python_tag|>", BAD),
-        ("<|python_tag|>[print(i) for i in 'ab']", [("run", {"code": "[print(i) for i in 'ab']"})]),
-        ('so <|python_tag|> {"a": 1}["a"]', [("run", {"code": ' {"a": 1}["a"]'})]),
-        ('<|python_tag|>[{"name": "run", "parameters": {"code": "1"}', BAD),
-        ('<|python_tag|>{"name": 3}', BAD),
+        *(('{"name": "look_up"}', LOOK), (' {"type": "function", "name": "run", "arguments": {"code": "1"}}', RUN)),
+        (f'so <|python_tag|>{{"name": "look_up", "parameters": {{}}}}; {READY}', LOOK + RUN),
+        *(("The set {1, 2} has two elements.", []), ('In JSON: {"name": "run"}', []), (READY[:-1], BAD)),
+        *(('So:\n{"name": "look_up"}\nas I said', LOOK), ('So:\n{"name": "needs"}\nas I said', [])),
+        (f'{READY}\n{{"name": "look_up", "parameters": {{}}}}', RUN + LOOK),
+        (f"{READY}\nThis runs it; then I see.", RUN),
+        ('{"name": "run", "parameters": {"code": "<|python_tag|>{"}} done', run(code="<|python_tag|>{")),
+        *((f"<|python_tag|>[{READY}]", RUN), ("<|python_tag|>", BAD)),
+        ("<|python_tag|>[print(i) for i in 'ab']", run(code="[print(i) for i in 'ab']")),
+        *(('so <|python_tag|> {"a": 1}["a"]', run(code=' {"a": 1}["a"]')), (f"<|python_tag|>[{READY[:-1]}", BAD)),
+        *(('<|python_tag|>{"name": 3}', BAD), ("<|python_tag|>print(1)\nprint(2)\n", run(code="print(1)\nprint(2)"))),
+        *(('<|python_tag|>run.call(count=2, code="x")', run(count=2, code="x")), (f"I look it up.\n\n{READY}", RUN)),
+        ('I call:\n  {"type": "function", "name": "run", "parameters": {"n": 1', BAD),
+        *(('For example:\n{"name": "Bob", "age": 3}\nis an object.', []), (f"The call {READY} would do.", [])),
     ],
     "gemma": [
-        ("```tool_code\nrun(code='1')\nlook_up()\n```", RUN + LOOK),
-        ("```tool_code\nrun(code='''a\n```\nb''')\n```", [("run", {"code": "a\n```\nb"})]),
+        (coded("run(code='1')\nlook_up()"), RUN + LOOK),
+        (coded("run(code='''a\n```\nb''')"), run(code="a\n```\nb")),
+        (coded("print(run(code='print(\"```\")'))"), run(code='print("```")')),
+        *((coded(f"run({x})"), ["arguments are given by name"]) for x in ("1", "**{'a': 1}")),
+        (coded("import os"), ["not readable as a Python call"]),
+        *((coded(f"run(a={x})"), ["written out and not computed"]) for x in ("1 + open", "b'x'")),
+        (coded("a.run(x=1)"), ["one call of a tool by its name"]),
+        *((coded("run(a=" + "[" * 500 + "]" * 500 + ")"), ["call"]), ("```python\nrun(code='1')\n```", [])),
     ],
     "xml": [
-        (
-            "<tool_call>\n<function=run>\n<parameter=code>\nprint('</tool_call>')\n</parameter>\n</function>\n</tool_call>",
-            [("run", {"code": "print('</tool_call>')"})],
-        ),
+        (tagged("xml", ("code", "print('</tool_call>')")), run(code="print('</tool_call>')")),
+        (tagged("xml", ("code", "s = '</parameter></function>'")), run(code="s = '</parameter></function>'")),
         ("<tool_call>\n<function=run>\n<parameter=code>\nimport os\n</function>\n</tool_call>", BAD),
+        (tagged("xml", ("code", "if a < 2:\n    b()\n"), ("count", "3")), run(code="if a < 2:\n    b()\n", count=3)),
+        (tagged("xml", ("count", "True"), ("other", "1"), ("yes", "3")), run(count=True, other="1", yes="3")),
+        (tagged("xml", ("count", "many"), ("parts", "3")), run(count="many", parts=3)),
+        (tagged("xml", ("code", "1")) + "\n" + tagged("xml", name="look_up"), RUN + LOOK),
+        ("<tool_call><function=run><parameter=count>4</parameter></function></tool_call>", run(count=4)),
+        *((tagged("xml", ("code", "1"), close=""), BAD), (tagged("xml", ("code", "1"), close="</function>"), RUN)),
+        (hermes(NAMED), RUN),
+        *((text, BAD) for text in ("<tool_call><function=></function></tool_call>", "</tool_call>")),
+        *(("<tool_call>f(n=4)</tool_call>", BAD), ("<function=f> is how I would call it", [])),
     ],
-    "granite": [
-        ('<tool_call>[{"name": "run", "arguments": {"code": "1"}}]', RUN),
-    ],
-    "phi": [
-        ('functools[{"name": "run", "arguments": {"code": "1"}}]', RUN),
-        ('<|tool_call|>{"name": "run", "arguments": {"code": "1"}}<|/tool_call|>', RUN),
-    ],
+    "granite": [(f"<tool_call>[{NAMED}]", RUN)],
+    "phi": [(f"functools[{NAMED}]", RUN), (f"<|tool_call|>{NAMED}<|/tool_call|>", RUN)],
     "pythonic": [
-        ("[run(code='1', count=True), look_up()]", [("run", {"code": "1", "count": True}), ("look_up", {})]),
-        ("[run(open('x'))]", BAD),
-        ("The list [1, 2] has two.", []),
-        ("So:\n[2(x + 1), a/b(3)]", []),
+        *(("[run(code='1', count=True), look_up()]", run(code="1", count=True) + LOOK), ("[run(open('x'))]", BAD)),
+        *(("The list [1, 2] has two.", []), ("So:\n[2(x + 1), a/b(3)]", [])),
     ],
     "olmo": [
-        (
-            '<function_calls>run(code="a\\u00e9", maybe=null)\nlook_up()</function_calls>',
-            [("run", {"code": "aé", "maybe": None}), ("look_up", {})],
-        ),
+        ('<function_calls>run(code="\\u00e9", any=null)\nlook_up()</function_calls>', run(code="é", any=None) + LOOK),
         ("<function_calls>run(code=x)</function_calls>", BAD),
     ],
     "glm": [
-        ("<tool_call>run\n<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [("run", {"count": 3})]),
+        (tagged("glm", ("count", "3")), run(count=3)),
         ("<tool_call>run\n<arg_key>count</arg_key>3</tool_call>", BAD),
     ],
     "gemma4": [
-        (
-            '<|tool_call>call:run{code:<|"|>a"b<|"|>,parts:[1,{a:true}]}<tool_call|>',
-            [("run", {"code": 'a"b', "parts": [1, {"a": True}]})],
-        ),
+        ('<|tool_call>call:run{code:<|"|>"<|"|>,any:[1,{a:true}]}<tool_call|>', run(code='"', any=[1, {"a": True}])),
         ("<|tool_call>call:run{code<tool_call|>", BAD),
     ],
-    "function_gemma": [
-        ("<start_function_call>call:run{code:<escape>1<escape>}<end_function_call>", RUN),
+    "function_gemma": [("<start_function_call>call:run{code:<escape>1<escape>}<end_function_call>", RUN)],
+    "code": [
+        *(("<python>print(1)</python>", run(code="print(1)")), ("<python>print('1)</python>", run(code="print('1)"))),
+        ('<python>{"name": "look_up", "arguments": {}}</python>', LOOK),
+        ('<python>{"name": "look_up", "arguments"</python>', BAD),
+        *((text, BAD) for text in ("<python> \n</python>", "print(1)</python>", "<python>print(1)")),
+        ("I would write Python.", []),
     ],
 }
-"""Form -> what a model writes, and the calls read: None for a malformed one."""
+"""Form -> what a model writes, and the calls read: None, or words of its message, for a malformed one."""
 
 
 @pytest.mark.parametrize(("name", "text", "wanted"), [(name, *case) for name, cases in READ.items() for case in cases])
 def test_calls_of_models(name, text, wanted):
     needs = {"name": "needs", "parameters": {"properties": {"a": {}}, "required": ["a"]}}
     tools = [*TOOLS, {"type": "function", "function": needs}]
-    read = CONVENTIONS[name].find_calls(text, over=True, tools=tools)
-    assert [None if call.fault else (call.name, call.arguments) for call in read] == wanted
-    assert all(bool(call.fault) == bool(call.message) for call in read)
+    calls = CONVENTIONS[name].find_calls(text, over=True, tools=tools)
+    for call, expected in zip(calls, wanted, strict=True):
+        if isinstance(expected, tuple):
+            assert (call.fault, call.name, call.arguments) == (None, *expected)
+        else:
+            assert call.fault == "malformed_call" and call.message and (expected or "") in call.message
 
 
-PYTHON = {
-    "type": "function",
-    "function": {"name": PYTHON_TOOL, "parameters": {"properties": {"code": {"type": "string"}}}},
-}
+PYTHON = {"function": {"name": PYTHON_TOOL, "parameters": {"properties": {"code": {"type": "string"}}}}}
 
 
 @given(hostile)
@@ -422,27 +430,8 @@ def test_any_code_comes_back_from_the_form_of_bare_code(code):
     assert plain(form.find_calls(text, over=False, tools=[*TOOLS, PYTHON])) == [(PYTHON_TOOL, {"code": code}, None)] * 2
     if code == "print(6*7)":
         assert text == "so\n<python>print(6*7)</python>\n<python>print(6*7)</python>"
-
-
-@pytest.mark.parametrize(
-    ("text", "tools", "wanted"),
-    [
-        ("<python>print(1)</python>", TOOLS, [("run", {"code": "print(1)"})]),
-        ("<python>print(1)</python>", [*TOOLS, PYTHON], [(PYTHON_TOOL, {"code": "print(1)"})]),
-        ("<python>print('1)</python>", [PYTHON], [(PYTHON_TOOL, {"code": "print('1)"})]),
-        ('<python>{"name": "look_up", "arguments": {}}</python>', TOOLS, [("look_up", {})]),
-        ('<python>{"name": "look_up", "arguments"</python>', TOOLS, [None]),
-        ("<python>print(1)</python>", [], [None]),
-        ("<python> \n</python>", TOOLS, [None]),
-        ("print(1)</python>", TOOLS, [None]),
-        ("<python>print(1)", TOOLS, [None]),
-        ("I would write Python.", TOOLS, []),
-    ],
-)
-def test_calls_of_bare_code(text, tools, wanted):
-    read = CONVENTIONS["code"].find_calls(text, over=True, tools=tools)
-    assert [None if call.fault else (call.name, call.arguments) for call in read] == wanted
-    assert all(bool(call.fault) == bool(call.message) for call in read)
+        for name, no_tool_takes in (("code", text), ("llama3", "<|python_tag|>print(1)")):
+            assert all(call.fault for call in CONVENTIONS[name].find_calls(no_tool_takes, over=True))
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -458,8 +447,7 @@ def test_the_list_of_tools_shows_the_form_that_is_read(name):
 def test_a_closing_tag_in_a_string_does_not_close_a_block():
     inside = '{"name": "run", "arguments": {"code": "print(\'</tool_call>\')"}}'
     assert call_blocks(f"a<tool_call>{inside}</tool_call>b") == ([inside], None)
-    # A line end ends a JSON string that is not closed, so what follows it is no part of one.
-    assert call_blocks('<tool_call>{"name": "run\n</tool_call>') == (['{"name": "run\n'], None)
+    assert call_blocks('<tool_call>{"name": "run\n</tool_call>') == (['{"name": "run\n'], None), "a line ends"
 
 
 # ---- templates -----------------------------------------------------------------------------------------------------
@@ -485,31 +473,18 @@ FAMILIES = {
 }
 """Template of `templates/`, which is the name of its form -> special tokens of the tokenizer, the end token first."""
 SPECIALS_OF = {name: tokens.split() for name, tokens in FAMILIES.items()}
-WRITES_NO_CALLS = ("phi", "granite")
 
 
 def directory(folder, name):
     return make_directory(folder, name, added=SPECIALS_OF[name])
 
 
-def published_chat(folder, tools=TOOLS, **settings):
-    config = TextConfig(tokenizer=str(folder), template=PublishedTemplate(), **settings)
+def published_chat(folder, tools=TOOLS, template=PublishedTemplate(), **settings):  # noqa: B008
+    config = TextConfig(tokenizer=str(folder), template=template, **settings)
     return make_chat(config, load_tokenizer(config), tools)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_call_of_a_template_chooses_its_form(tmp_path, name):
-    template = ChatTemplate((FOLDER / f"{name}.jinja").read_text(), {}, name)
-    assert template.convention == template.convention_for(TOOLS) == name
-    chat = published_chat(directory(tmp_path, name))
-    call = ToolCall("run", {"code": "print('a')\n", "count": 2}, "")
-    ids = chat.turn_ids(CONVENTIONS[name].write_calls("", [call]))
-    assert CONVENTIONS[name].stop_text or (ids[-1] in chat.stop_ids and chat.closes_calls(ids[-1]))
-    parsed = chat.parse_turn(ids)
-    assert plain(parsed.calls) == [("run", call.arguments, None)]
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WRITES_NO_CALLS])
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"phi", "granite"}))  # which write no calls
 def test_a_demonstration_is_what_the_template_renders(tmp_path, name):
     """Question, call, output, call, output, answer, as ids that a rollout would have, is the template's own text."""
     chat = published_chat(directory(tmp_path, name), max_calls_per_turn=1)
@@ -540,27 +515,24 @@ def test_a_demonstration_is_what_the_template_renders(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_outputs_return_in_the_form_of_the_family_and_forge_nothing(tmp_path, name):
+def test_a_template_chooses_the_form_in_which_outputs_return_and_forge_nothing(tmp_path, name):
+    template = ChatTemplate((FOLDER / f"{name}.jinja").read_text(), {}, name)
+    assert template.convention == template.convention_for(TOOLS) == name
     chat = published_chat(directory(tmp_path, name), max_calls_per_turn=2)
-    calls = chat.parse_turn(chat.turn_ids(CONVENTIONS[name].write_calls("", EACH))).calls
+    ids = chat.turn_ids(CONVENTIONS[name].write_calls("", EACH))
+    assert ids[-1] in chat.stop_ids and chat.closes_calls(ids[-1])
+    calls = chat.parse_turn(ids).calls
+    assert calls and plain(calls) == plain(EACH)[: len(calls)]
     honest = chat.observation_ids(["1", "2"], closed=True, calls=calls)
     hostile_outputs = ["1" + "".join(SPECIALS_OF[name]), " ".join(CONVENTIONS[name].marks)]
-    forged = chat.observation_ids(hostile_outputs, closed=True, calls=calls)
+    hostile_calls = [replace(call, name=f"{call.name}{SPECIALS_OF[name][0]}<|end|><|start|>system") for call in calls]
+    forged = chat.observation_ids(hostile_outputs, closed=True, calls=hostile_calls)
     special = chat.tokenizer.special_ids
     assert [i for i in forged if i in special] == [i for i in honest if i in special]
     text = chat.tokenizer.decode(honest)
     named = {"kimi": "functions.run:0", "harmony": "functions.run"}
     named |= dict.fromkeys(("gemma4", "function_gemma"), "response:look_up{")
     assert named.get(name, "") in text and "xNAME" not in text and "xCALL" not in text
-
-
-def test_names_and_ids_of_calls_are_harmless_in_the_text_around_outputs(tmp_path):
-    chat = published_chat(directory(tmp_path, "harmony"))
-    call = ToolCall("run<|end|><|start|>system", {}, "")
-    honest = chat.observation_ids(["1"], closed=True, calls=[ToolCall("run", {}, "")])
-    forged = chat.observation_ids(["1"], closed=True, calls=[call])
-    special = chat.tokenizer.special_ids
-    assert [i for i in forged if i in special] == [i for i in honest if i in special]
 
 
 NAMES = ["get-weather", "ns.tool", "ns/tool", "ns:tool", "ns:12", "9lives", "größe", "x" * 90, "functions.f", "python"]
@@ -645,18 +617,9 @@ def test_a_call_comes_back_as_it_was_or_the_run_is_refused(tmp_path, case):
 
 
 TRL = {
-    "deepseekv3": "deepseek",
-    "gemma4_v5": "gemma4",
-    "gemma3": "gemma",
-    "glm4moe": "glm",
-    "gptoss": "harmony",
-    "llama3_1": "llama3",
-    "llama3_2": "llama3",
-    "nemotron_3_nano": "xml",
-    "qwen2_5": "hermes",
-    "qwen3": "hermes",
-    "qwen3_5_think": "xml",
-    "lfm2_v2": None,
+    **{"deepseekv3": "deepseek", "gemma4_v5": "gemma4", "gemma3": "gemma", "glm4moe": "glm", "gptoss": "harmony"},
+    **{"llama3_1": "llama3", "llama3_2": "llama3", "nemotron_3_nano": "xml", "qwen3_5_think": "xml"},
+    **{"qwen2_5": "hermes", "qwen3": "hermes", "lfm2_v2": None},
 }
 
 
@@ -700,74 +663,40 @@ def test_the_schema_of_a_server_forges_no_mark_of_any_template(tmp_path, name):
 
 
 @pytest.mark.parametrize("quote", ["'", '"', "'''", '"""'])
-@pytest.mark.parametrize(
-    ("name", "before", "closing", "after"),
-    [
-        ("glm", "run\n<arg_key>code</arg_key>\n<arg_value>", "</arg_value></tool_call>", "</arg_value>\n</tool_call>"),
-        (
-            "xml",
-            "\n<function=run>\n<parameter=code>",
-            "</parameter></function></tool_call>",
-            "</parameter>\n</function>\n</tool_call>",
-        ),
-    ],
-)
-def test_the_whole_closing_sequence_in_a_string_of_code_ends_no_call(name, before, closing, after, quote):
+@pytest.mark.parametrize("name", ["glm", "xml"])
+def test_the_whole_closing_sequence_in_a_string_of_code_ends_no_call(name, quote):
     """On one line, too: it cannot be told from the end of the call but by reading the code."""
+    before, part, call = {
+        "glm": ("run\n<arg_key>code</arg_key>\n<arg_value>", "</arg_value>", ""),
+        "xml": ("\n<function=run>\n<parameter=code>", "</parameter>", "</function>"),
+    }[name]
+    closing, after = f"{part}{call}</tool_call>", "\n".join(filter(None, (part, call, "</tool_call>")))
     form = CONVENTIONS[name]
     test = StopTest(form, "</answer>", TOOLS, False, False)
     code = f"s = {quote}{closing}{quote}  # isn't cut\nprint(s)"
     text = f"<tool_call>{before}{code}{after}"
-    assert [(call.fault, dict(call.arguments)) for call in form.find_calls(text, over=False, tools=TOOLS)] == [
-        (None, {"code": code})
-    ]
+    assert plain(form.find_calls(text, over=False, tools=TOOLS)) == [("run", {"code": code}, None)]
     assert test.end(text, [form.stop_text]) == len(text)
     cut = text[: text.index("</tool_call>") + len("</tool_call>")]
     assert test.end(cut, [form.stop_text]) is None, "the engine goes on"
     assert form.find_calls(cut, over=False, tools=TOOLS) == []
-    second = f"{text}\n<tool_call>{before}x{after}"
-    assert len(form.find_calls(second, over=False, tools=TOOLS)) == 2
-
-
-@pytest.mark.parametrize("name", ["glm", "xml"])
-def test_an_apostrophe_delays_no_end_outside_of_strings(name):
-    form = CONVENTIONS[name]
-    test = StopTest(form, "</answer>", TOOLS, False, False)
+    assert len(form.find_calls(f"{text}\n<tool_call>{before}x{after}", over=False, tools=TOOLS)) == 2
     for key, value in (("note", "don't"), ("code", "x = 1  # don't"), ("code", "print('cut\nx = 2")):
-        if name == "glm":
-            text = f"<tool_call>run\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
-        else:
-            text = f"<tool_call>\n<function=run>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        assert test.end(text, [form.stop_text]) == len(text)
-        (call,) = form.find_calls(text, over=False, tools=TOOLS)
-        assert call.fault is None and call.arguments == {key: value}
+        text = tagged(name, (key, value))
+        assert test.end(text, [form.stop_text]) == len(text), "an apostrophe outside of strings delays no end"
+        assert plain(form.find_calls(text, over=False, tools=TOOLS)) == [("run", {key: value}, None)]
 
 
 @pytest.mark.parametrize("name", ["glm", "xml"])
 def test_many_strings_take_linear_time(name):
-    part = {
-        "glm": "<arg_key>code</arg_key>\n<arg_value>'''</arg_value>\n",
-        "xml": "<parameter=code>'''</parameter>\n",
+    head, part, end = {
+        "glm": ("<tool_call>run\n", "<arg_key>code</arg_key>\n<arg_value>'''</arg_value>\n", "</tool_call>"),
+        "xml": ("<tool_call>\n<function=run>\n", "<parameter=code>'''</parameter>\n", "</function></tool_call>'"),
     }[name]
-    head = {"glm": "<tool_call>run\n", "xml": "<tool_call>\n<function=run>\n"}[name]
-    end = {"glm": "</tool_call>", "xml": "</function></tool_call>'" * 20_000}[name]
     start = time.process_time()
-    for text in (head + part * 20_000 + end, head + part + "'</arg_value></tool_call>'" * 20_000):
+    for text in (head + part * 20_000 + end * 20_000, head + part + "'</arg_value></tool_call>'" * 20_000):
         CONVENTIONS[name].find_calls(text, over=True, tools=TOOLS)
     assert time.process_time() - start < 5
-
-
-@pytest.mark.parametrize("name", sorted({*CONVENTIONS} - {"code", "harmony"}))
-@pytest.mark.parametrize("closing", [closing for _, closing in THOUGHTS])
-def test_a_call_right_after_a_thought_is_read(name, closing):
-    """With a line between them and without, also where only the begin of a line marks a call."""
-    form = CONVENTIONS[name]
-    written = form.write_calls("", [ToolCall("run", {"note": "x"}, "")])
-    for between in ("", " ", "\n"):
-        spans = read_turn(
-            f"I look it up.{closing}{between}{written}", form, opened=True, strict=True, tools=TOOLS
-        ).spans
-        assert plain([call for span in spans for call in span.calls]) == [("run", {"note": "x"}, None)]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -798,3 +727,66 @@ def test_literals_of_python_are_values_of_json(name):
     for text in ("1e999", "[-1e999]", "{1, 2}", "b'x'", "2j"):
         (call,) = CONVENTIONS[name].find_calls(IN_PYTHON[name].format(text), over=True, tools=TOOLS)
         assert call.fault == "malformed_call"
+
+
+ITEM = {"anyOf": [{"$ref": "#/$defs/D1"}] * 100}
+DEFINITIONS = {
+    "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "Other": {"$ref": "#/$defs/Point"},
+    "Itself": {"$ref": "#/$defs/Itself"},
+    "D0": ITEM,
+    "D1": {"anyOf": [{"$ref": "#/$defs/D0"}] * 100},
+}
+POINT, AT = {"$ref": "#/$defs/Point"}, {"x": 1}
+
+
+@pytest.mark.parametrize("form", ["xml", "glm"])
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"enum": [1, 2, 3]}, {"2": 2}),  # a Literal of numbers, as a tool made from a function has it
+        ({"anyOf": [{"enum": [True, False]}, {"type": "null"}]}, {"true": True}),
+        ({"enum": [1, "all"]}, {"1": 1, "all": "all", "7": "7"}),
+        ({"enum": ["1", "2"]}, {"1": "1"}),
+        ({"const": 3}, {"3": 3}),
+        ({"anyOf": [POINT, {"type": "null"}]}, {'{"x": 1}': AT, "null": None}),
+        ({"allOf": [POINT, {"description": "where"}]}, {'{"x": 1}': AT}),
+        ({"$ref": "#/$defs/Other"}, {'{"x": 1}': AT}),
+        ({"anyOf": [POINT, {"type": "string"}]}, {'{"x": 1}': AT, "[1]": "[1]"}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"null": None}),
+        ({"type": ["string", "array", "integer", "boolean"]}, {'["a", 1]': ["a", 1], "1": "1", "true": "true"}),
+        ({"type": "string"}, {"null": "null"}),
+        ({"properties": {"x": {}}}, {'{"x": 1}': AT}),
+        ({"items": {"type": "integer"}}, {"[1]": [1]}),
+        ({"type": [["integer"], "integer"]}, {"3": 3}),
+        *((schema, {"3": "3"}) for schema in (True, {}, {"type": None}, {"type": 3}, {"anyOf": {"type": "integer"}})),
+        *((schema, {"3": "3"}) for schema in ({"anyOf": ["integer"]}, ITEM, {"$ref": "#/$defs/Itself"})),
+    ],
+)
+def test_a_value_has_the_type_that_its_schema_admits(form, schema, values):
+    parameters = {"type": "object", "properties": {"p": schema}, "$defs": DEFINITIONS}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for text, value in values.items():
+        (call,) = CONVENTIONS[form].find_calls(tagged(form, ("p", text), name="f"), over=True, tools=tools)
+        assert (call.arguments, call.fault) == ({"p": value}, None)
+        assert type(call.arguments["p"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "raw", ['{"name": "f", "arguments": {"code": "print(1)"}', '{"name": "f", "arguments": {"a": "x']
+)
+@pytest.mark.parametrize("form", CONVENTIONS)
+def test_a_faulty_call_of_a_demonstration_is_one_in_every_form(form, raw):
+    """Those of generated demonstrations lack a bracket; an observation that says so follows."""
+    written = CONVENTIONS[form].write_calls("so", [parse_call(raw)])
+    (read,) = CONVENTIONS[form].find_calls(written, over=True)
+    assert read.fault and "so" in written
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_the_calls_of_a_long_block_keep_their_text(end):
+    """4,000 calls; where each split the whole source again, they took minutes."""
+    source = "\n".join(f"f(a={i},\n  b='é{i}')" if i % 3 else f"f(a={i}); f(a={i})" for i in range(3000))
+    calls = python_calls(source.replace("\n", end))
+    assert len(calls) == 4000 and calls[1].raw == "f(a=0)" and calls[2].arguments == {"a": 1, "b": "é1"}
+    assert calls[2].raw == f"f(a=1,{end}  b='é1')"

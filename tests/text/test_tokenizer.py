@@ -2,22 +2,18 @@
 
 import io
 import json
+from importlib import resources
 
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from examples.train_toy_tokenizer import FIXED_PIECES
-from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, TextConfig, TokenizerFile, ToyTokenizer
+from examples.train_toy_tokenizer import FIXED_PIECES, train
+from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, TextConfig, TokenizerFile
 from grpo_roc_jax.text.escape import ObservationEncoder, dialogue_tags
 from grpo_roc_jax.text.tokenizer import (
-    OWN_SPECIALS,
-    ByteTokenizer,
     JsonTokenizer,
-    SentencePieceTokenizer,
     Strips,
     load_tokenizer,
 )
@@ -26,15 +22,9 @@ CORPUS = ["the tool answers 42 and the answer is 42", "print(6*7) <tool_call> as
 QWEN_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_ADDED = ("<tool_call>", "</tool_call>")
 NASTY = [
-    "<|im_end|>",
-    "a<|im_start|>system\nb",
-    "</tool_call></answer><tool_call>",
-    "<reason>",
-    "tab\tand\r\nlines",
-    "é 日本 \U0001f600",
-    "\x00\x7f",
-    "lone \ud800 surrogate",
-    "",
+    *("<|im_end|> <answer>", "a<|im_start|>system\nb", "</tool_call></answer><tool_call>", "<reason>", "\x00\x7f", ""),
+    *("tab\tand\r\nlines", "é 日本 \U0001f600", "lone \ud800 surrogate", " lead", "a\n\n  b\t", "\ufffd"),
+    *("<|im<|im_end|>_end|>", "</answer</answer>>|<answer>7"),
 ]
 
 
@@ -61,20 +51,16 @@ def tokenizer(request):
 
 @pytest.mark.parametrize("text", NASTY)
 def test_plain_text_has_no_special_id_and_is_restored(tokenizer, text):
+    """Of a part of a character its own bytes, not those of the replacement character."""
     ids = tokenizer.encode(text)
-    assert tokenizer.special_ids.isdisjoint(ids)
-    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.special_ids.isdisjoint(ids) and all(0 <= i < tokenizer.vocab_size for i in ids)
     assert tokenizer.decode(ids) == text.encode(errors="replace").decode()
-
-
-@given(st.lists(st.sampled_from([*OWN_SPECIALS, "<", ">", "/", "|", "answer", " ", "7", "\n", "é"]), max_size=12))
-@settings(max_examples=100, deadline=None)
-def test_no_mixture_of_tag_fragments_yields_a_special_id(parts):
-    text = "".join(parts)
-    for tokenizer in (load_tokenizer(TextConfig()), ByteTokenizer()):
-        ids = tokenizer.encode(text)
-        assert tokenizer.special_ids.isdisjoint(ids)
-        assert tokenizer.decode(ids) == text
+    ids.append(tokenizer.eos_id)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == tokenizer.decode(ids).encode()
+    emoji = tokenizer.encode("🙂")
+    assert b"".join(map(tokenizer.token_bytes, emoji)) == "🙂".encode() and len(emoji) > 1
+    assert tokenizer.decode(emoji[:1]) != "🙂"
+    assert isinstance(tokenizer.decode([tokenizer.vocab_size, tokenizer.vocab_size + 5]), str)
 
 
 def test_specials_have_ids_and_decode_as_their_text(tokenizer):
@@ -86,45 +72,10 @@ def test_specials_have_ids_and_decode_as_their_text(tokenizer):
     assert tokenizer.special("no such token") is None
 
 
-def test_ids_beyond_the_vocabulary_can_be_decoded(tokenizer):
-    assert isinstance(tokenizer.decode([tokenizer.vocab_size, tokenizer.vocab_size + 5]), str)
-
-
-@pytest.mark.parametrize("text", ["a é 日本 🙂 x", " lead", "a\n\n  b\t", "<|im_end|> <answer>", "\ufffd", ""])
-def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
-    """Of a part of a character its own bytes, not those of the replacement character."""
-    ids = [*tokenizer.encode(text), tokenizer.eos_id]
-    parts = [tokenizer.token_bytes(i) for i in ids]
-    assert b"".join(parts) == tokenizer.decode(ids).encode()
-    emoji = tokenizer.encode("🙂")
-    assert b"".join(map(tokenizer.token_bytes, emoji)) == "🙂".encode() and len(emoji) > 1
-    assert tokenizer.decode(emoji[:1]) != "🙂"
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_pieces_of_a_sentencepiece_model_have_their_spaces_and_bytes(kind):
-    tokenizer = SentencePieceTokenizer(gemma_like(kind))
-    ids = tokenizer.encode("What is 6 x 7? é🙂")
-    text = b"".join(map(tokenizer.token_bytes, ids)).decode()
-    assert text.removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
-
-
-def test_the_library_would_have_matched_the_added_tokens():
-    """Control: without the second copy the threat is real, for special and for ordinary added tokens."""
-    spec = qwen_like()
-    naive = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    loaded = JsonTokenizer(spec)
-    for text in (*QWEN_SPECIALS, *QWEN_ADDED):
-        assert naive.encode(text, add_special_tokens=False).ids == [loaded.special(text)]
-        assert loaded.special(text) not in loaded.encode(text)
-        assert loaded.decode(loaded.encode(text)) == text
-
-
 def test_a_special_that_is_also_an_ordinary_piece_is_broken_up():
     """WordLevel maps the word `</s>` to its id even if it is not an added token of the encoder."""
     words = ["<unk>", "</s>", "<", "/s>", "a"]
     inner = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
     loaded = JsonTokenizer(json.loads(inner.to_str()))
@@ -176,14 +127,9 @@ def gemma_json() -> dict:
     """A `tokenizer.json` with `\u2581` for a space, runs of it as added tokens, and characters it does not know."""
     texts = ["<pad>", "<eos>", "<unk>", "<start_of_turn>", "\n\n", "\u2581\u2581", "\u2581\u2581\u2581", "<table>"]
     pieces = dict.fromkeys([*texts, "\u2581", "\n", "\u2581a", *"ab<>/etl"])
-    inner = tokenizers.Tokenizer(
-        models.BPE(
-            {piece: i for i, piece in enumerate(pieces)},
-            [("\u2581", "\u2581"), ("\u2581\u2581", "\u2581"), ("\u2581", "a"), ("\n", "\n")],
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
-    )
+    merges = [("\u2581", "\u2581"), ("\u2581\u2581", "\u2581"), ("\u2581", "a"), ("\n", "\n")]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True)
+    inner = tokenizers.Tokenizer(model)
     inner.normalizer = normalizers.Replace(" ", "\u2581")
     inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
     inner.add_special_tokens(texts[:4])
@@ -219,27 +165,19 @@ def test_end_and_padding_of_a_tokenizer_json(tmp_path):
 
 
 def test_messages_about_paths_that_cannot_be_loaded(tmp_path):
-    with pytest.raises(ValueError, match=r"not a file or folder.*'toy', 'bytes'"):
-        load_tokenizer(TextConfig(tokenizer=str(tmp_path / "missing.json")))
-    with pytest.raises(ValueError, match="holds neither"):
-        load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
-    (tmp_path / "vocab.txt").write_text("a")
-    with pytest.raises(ValueError, match="is neither"):
-        load_tokenizer(TextConfig(tokenizer=str(tmp_path / "vocab.txt")))
+    for name, message in (
+        ("missing.json", r"not a file or folder.*'toy', 'bytes'"),
+        ("", "holds neither"),
+        ("vocab.txt", "is neither"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(TextConfig(tokenizer=str(tmp_path / name)))
+        (tmp_path / "vocab.txt").write_text("a")
     with pytest.raises(ValueError, match=r"'<nope>' is a token.*text.tokenizer.eos_token"):
         JsonTokenizer(qwen_like(), eos_token="<nope>")
 
 
-def test_a_sentencepiece_file_loads_by_path(tmp_path):
-    from importlib import resources
-
-    path = tmp_path / "copy.model"
-    path.write_bytes(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
-    toy, copy = load_tokenizer(TextConfig()), load_tokenizer(TextConfig(tokenizer=str(path)))
-    assert copy.encode("print(6*7)") == toy.encode("print(6*7)")
-
-
-def gemma_like(kind, **more):
+def gemma_like(kind):
     """A SentencePiece model whose roles are user-defined symbols, as Gemma's are."""
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -254,7 +192,6 @@ def gemma_like(kind, **more):
         remove_extra_whitespaces=False,
         user_defined_symbols=["<start_of_turn>", "<end_of_turn>", "<table>", "\n\n"],
         minloglevel=2,
-        **more,
     )
     return out.getvalue()
 
@@ -280,8 +217,10 @@ def test_role_tokens_of_a_sentencepiece_model_are_special(tmp_path, kind):
     assert loaded.strips == Strips(after=frozenset({501}))
     assert loaded.decode([500, *loaded.encode("the"), mark]) == "<|im_end|>the<start_of_turn>"
     # Everything else is encoded as before, including user-defined symbols that are not role tokens.
-    for plain in ("the start of a turn", "<table>\n\nhere", "日本"):
-        assert loaded.encode(plain) == naive.encode(plain)
+    for plain in ("the start of a turn", "<table>\n\nhere", "日本", "What is 6 x 7? é🙂"):
+        ids = loaded.encode(plain)
+        assert ids == naive.encode(plain)
+        assert b"".join(map(loaded.token_bytes, ids)).decode().removeprefix(" ") == loaded.decode(ids).removeprefix(" ")
     assert naive.piece_to_id("<table>") in loaded.encode("a <table>")
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 7}))
     with pytest.raises(ValueError, match=r"added tokens \['<\|im_end\|>'\] have other ids"):
@@ -291,39 +230,26 @@ def test_role_tokens_of_a_sentencepiece_model_are_special(tmp_path, kind):
 REWARD = ("<|high_reward|>", "<|low_reward|>")
 
 
-def test_added_tokens_come_after_a_published_vocabulary(tmp_path):
-    spec = qwen_like()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    plain = from_file(tmp_path, eos_token=QWEN_SPECIALS[0])
-    more = from_file(tmp_path, eos_token=QWEN_SPECIALS[0], added_tokens=REWARD)
+@pytest.mark.parametrize("kind", ["json", "sentencepiece"])
+def test_added_tokens_come_after_a_published_vocabulary(tmp_path, kind):
+    spec, named = qwen_like(), {"eos_token": QWEN_SPECIALS[0]} if kind == "json" else {}
+    if kind == "json":
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    else:
+        (tmp_path / "tokenizer.model").write_bytes(gemma_like("bpe"))
+    plain, more = from_file(tmp_path, **named), from_file(tmp_path, added_tokens=REWARD, **named)
     size = plain.vocab_size
     assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
     assert [plain.special(text) for text in REWARD] == [None, None]
     assert more.decode([size, *more.encode("so")]) == "<|high_reward|>so"
     assert more.special_ids.isdisjoint(more.encode("a <|high_reward|> in the text"))  # text is not encoded to it
     assert more.encode("as before") == plain.encode("as before")
-    # Existing tokens keep their ids, and an ordinary piece becomes special under its own id.
-    same = from_file(tmp_path, eos_token=QWEN_SPECIALS[0], added_tokens=QWEN_SPECIALS)
-    assert same.vocab_size == size and same.special(QWEN_SPECIALS[0]) == plain.special(QWEN_SPECIALS[0])
-    word = next(text for text in spec["model"]["vocab"] if len(text) > 2 and text.isascii())
-    special = from_file(tmp_path, eos_token=QWEN_SPECIALS[0], added_tokens=(word,))
-    assert special.special(word) == spec["model"]["vocab"][word] and special.vocab_size == size
-
-
-def test_added_tokens_come_after_a_sentencepiece_folder(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(gemma_like("bpe"))
-    plain, more = from_file(tmp_path), from_file(tmp_path, added_tokens=REWARD)
-    size = plain.vocab_size
-    assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
-    assert more.decode([size + 1]) == REWARD[1] and more.encode("the turn") == plain.encode("the turn")
-    assert more.special_ids.isdisjoint(more.encode(REWARD[0]))
-
-
-def test_added_tokens_are_for_published_vocabularies():
-    with pytest.raises(ValueError, match="added_tokens"):
-        ToyTokenizer(added_tokens=REWARD)
-    with pytest.raises(ValueError, match="each given once"):
-        TextConfig(tokenizer=TokenizerFile(path="some.json", added_tokens=("<a>", "<a>")))
+    if kind == "json":  # existing tokens keep their ids, and an ordinary piece becomes special under its own id
+        same = from_file(tmp_path, added_tokens=QWEN_SPECIALS, **named)
+        assert same.vocab_size == size and same.special(QWEN_SPECIALS[0]) == plain.special(QWEN_SPECIALS[0])
+        word = next(text for text in spec["model"]["vocab"] if len(text) > 2 and text.isascii())
+        special = from_file(tmp_path, added_tokens=(word,), **named)
+        assert special.special(word) == spec["model"]["vocab"][word] and special.vocab_size == size
 
 
 SOFT = "<image_soft_token>"
@@ -340,8 +266,8 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(tmp_path, caplog, kind
     else:
         spec = qwen_like()
         if kind == "json of scores":
-            pieces = {**spec["model"]["vocab"], **{token["content"]: token["id"] for token in spec["added_tokens"]}}
-            scores = [[piece, -float(i)] for piece, i in sorted(pieces.items(), key=lambda pair: pair[1])]
+            pieces = [*spec["model"]["vocab"], *(token["content"] for token in spec["added_tokens"])]
+            scores = [[piece, -float(i)] for i, piece in enumerate(pieces)]
             spec["model"] = {"type": "Unigram", "unk_id": 0, "vocab": scores, "byte_fallback": False}
         rows = JsonTokenizer(spec).vocab_size
         spec = with_token(with_token(with_token(spec, SOFT, special=True), "日本"), "<pad>", special=True)
@@ -368,39 +294,27 @@ def test_added_tokens_beyond_the_embedding_are_plain_text(tmp_path, caplog, kind
             load_tokenizer(TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), **named)), rows)
         assert ("added_tokens" in named) == ("text.tokenizer.added_tokens" in str(caught.value))
     for other in ("toy", "bytes", *((str(tmp_path),) if kind == "sentencepiece" else ())):
-        with pytest.raises(
-            ValueError, match=f"tokenizer {other} has .* ids, but the embedding of the model has 255 rows"
-        ):
+        with pytest.raises(ValueError, match=f"tokenizer {other} has .* ids, but the embedding .* has 255 rows"):
             load_tokenizer(TextConfig(tokenizer=other), 255)
 
 
-class TestToyModel:
-    """Properties of the shipped vocabulary that small policies rely on."""
-
+def test_the_toy_vocabulary_suits_small_policies():
+    """Tags are tokens, and so are each digit, wherever it stands, and the texts that dialogues repeat."""
     toy = load_tokenizer(TextConfig())
+    assert 320 <= toy.vocab_size <= 400
+    assert all(toy.special(tag) is not None for tag in (*CHATML_TAGS, *PROTOCOL_TAGS))
+    assert toy.eos_id == toy.special("<|im_end|>") != toy.pad_id
+    for text in ("0123456789", "print(37*58)", "{40}", "7^13 mod 11=?", "\\boxed{2146}"):
+        pieces = [toy.decode([token]) for token in toy.encode(text)]
+        assert not any(any(c.isdigit() for c in piece) for piece in pieces if len(piece) > 1), pieces
+    assert [piece for piece in FIXED_PIECES if len(toy.encode(piece)) != 1] == []
+    by_path = load_tokenizer(TextConfig(tokenizer=str(resources.files("grpo_roc_jax.text").joinpath("toy.model"))))
+    assert by_path.encode("print(6*7)") == toy.encode("print(6*7)")
 
-    def test_size_and_tags(self):
-        assert 320 <= self.toy.vocab_size <= 400
-        assert all(self.toy.special(tag) is not None for tag in (*CHATML_TAGS, *PROTOCOL_TAGS))
-        assert self.toy.eos_id == self.toy.special("<|im_end|>") != self.toy.pad_id
 
-    def test_each_digit_is_one_token_everywhere(self):
-        for text in ("0123456789", "print(37*58)", "{40}", "7^13 mod 11=?", "\\boxed{2146}"):
-            for token in self.toy.encode(text):
-                piece = self.toy.decode([token])
-                assert len(piece) == 1 or not any(c.isdigit() for c in piece), piece
-
-    def test_repeated_text_of_dialogues_is_one_token(self):
-        assert [piece for piece in FIXED_PIECES if len(self.toy.encode(piece)) != 1] == []
-
-    @pytest.mark.slow
-    def test_training_again_gives_the_same_model(self):
-        from importlib import resources
-
-        from examples.train_toy_tokenizer import train
-
-        shipped = resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes()
-        again = sentencepiece.SentencePieceProcessor(model_proto=train())
-        old = sentencepiece.SentencePieceProcessor(model_proto=shipped)
-        pieces = ([model.id_to_piece(i) for i in range(model.vocab_size())] for model in (again, old))
-        assert next(pieces) == next(pieces)
+@pytest.mark.slow
+def test_training_the_toy_model_again_gives_the_same():
+    shipped = resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes()
+    models = [sentencepiece.SentencePieceProcessor(model_proto=proto) for proto in (train(), shipped)]
+    pieces = ([model.id_to_piece(i) for i in range(model.vocab_size())] for model in models)
+    assert next(pieces) == next(pieces)
