@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -21,14 +21,13 @@ from grpo_roc_jax.contrib.samplers.ray_samplers import RayTransport
 from grpo_roc_jax.environments.config import adapter
 from grpo_roc_jax.stream.samplers import SamplerPool, own_config
 from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.interface import Capabilities, CodeCall
+from grpo_roc_jax.tools.interface import Capabilities
 from grpo_roc_jax.types import Problem, ToolResult, Turn
 from tests.helpers.knobs import made, only, seen, table
 from tests.helpers.knobs_host import judged
 from tests.helpers.knobs_step import step
 from tests.helpers.knobs_tools import program
-from tests.test_knob_effects import BY_CONTRIB, changes_something, contrib_rewards
-from tests.test_knobs import accepted_by, sections
+from tests.test_knob_effects import BY_CONTRIB, accepted_by, changes_something, contrib_rewards, sections
 
 
 class Connection:
@@ -81,51 +80,26 @@ def requests_of(config: Config) -> Any:
     return sorted(Connection.log), min(Connection.peak, 3)
 
 
-class ScriptedRay(ModuleType):
-    """Replaces the ray package: actors answer at once, and options are recorded."""
+def actors(config: Config) -> Any:
+    """The options of the actors that replace those of Ray and answer at once, and their workers."""
 
-    def __init__(self) -> None:
-        super().__init__("ray")
-        self.options: list[dict] = []
-        self.exceptions = SimpleNamespace(RayError=RuntimeError)
-        self.done: list[tuple[str, ToolResult]] = []
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def remote(self, kind: type) -> Any:
-        def options(**given: Any) -> Any:
-            self.options.append(given)
-            return SimpleNamespace(remote=self.actor)
-
-        return SimpleNamespace(options=options)
-
-    def actor(self, settings: Any, start_timeout_s: float) -> Any:
-        self.options.append({"workers": settings.pool_size})
-
-        def submit(batch: list[CodeCall]) -> None:
-            self.done += [(call.id, ToolResult("ok")) for call in batch]
-
-        def poll() -> list:
-            done, self.done = self.done, []
-            return done
-
-        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "do": lambda method: {}}
-        calls["capabilities"] = lambda: (Capabilities("L2", workers=2), "")
+    def actor(settings: Any, start_timeout_s: float) -> Any:
+        done: list[tuple[str, ToolResult]] = []
+        calls: dict[str, Callable] = {
+            "submit": lambda batch: done.extend((call.id, ToolResult("ok")) for call in batch),
+            "poll": lambda: [done.pop() for _ in range(len(done))],
+            "do": lambda method: {},
+            "capabilities": lambda: (Capabilities("L2", workers=settings.pool_size), ""),
+        }
         return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 
-    def get(self, value: Any, timeout: float) -> Any:
-        return value
-
-    def kill(self, actor: Any) -> None: ...
-
-
-def actors(config: Config) -> Any:
-    """The options of the actors, one entry or more for each."""
-    ray = ScriptedRay()
+    ray = mock.MagicMock(get=lambda value, timeout: value)
+    ray.exceptions.RayError = RuntimeError
+    options = ray.remote.return_value.options
+    options.return_value.remote.side_effect = actor
     with mock.patch.dict(sys.modules, {"ray": ray}), make_executor(config.tools) as executor:
         assert all(result.ok for result in executor.run([program(str(i), "1") for i in range(8)]))
-    return ray.options
+        return [call.kwargs for call in options.call_args_list], executor.capabilities.workers
 
 
 def sampler_actors(config: Config) -> Any:
@@ -160,27 +134,21 @@ class Recorded:
         self.given, self.asked = given, []
         Recorded.latest = self
 
-    async def connect(self) -> None: ...
-
     async def close(self) -> None: ...
 
-    async def reset(self, **row: Any) -> Any:
-        return SimpleNamespace(observation={"a": "1", "b": "2"}, reward=0.0, done=False)
-
-    async def step(self, action: Any) -> Any:
+    async def step(self, action: Any = None, **row: Any) -> Any:
         self.asked.append(action)
-        tools = [{"name": "add", "input_schema": {}}]
-        return SimpleNamespace(observation={"a": "1", "b": "2", "tools": tools}, reward=0.0, done=False)
+        observation = {"a": "1", "b": "2", "tools": [{"name": "add", "input_schema": {}}]}
+        return SimpleNamespace(observation=observation, reward=0.0, done=False)
+
+    connect, reset = close, step
 
 
 def asked_of_package(config: Config) -> Any:
     """What the packages behind an adapter are asked for, with a stand-in for each."""
-    package, choice = mock.MagicMock(), config.environment
-    names = (
-        *("openenv", "openenv.core", "openenv.core.generic_client"),
-        *("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders"),
-    )
-    package.GenericEnvClient = Recorded
+    package, choice = mock.MagicMock(GenericEnvClient=Recorded), config.environment
+    names = "openenv openenv.core openenv.core.generic_client verifiers verifiers.v1 verifiers.v1.utils"
+    names = [*names.split(), "verifiers.v1.utils.loaders"]
     with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
         for name in ("openenv_server", "verifiers_tasks"):
             sys.modules.pop(f"grpo_roc_jax.contrib.environments.{name}", None)
@@ -191,10 +159,6 @@ def asked_of_package(config: Config) -> Any:
         seen = asyncio.run(made.reset(Problem("p", "?", "1", "knobs")))
         asyncio.run(made.step(Turn(0, 1, "go")))
         return [seen, Recorded.latest.given, Recorded.latest.asked, len(made.schemas)]
-
-
-def made_by(config: Config) -> str:
-    return type(make_executor(config.tools)).__name__
 
 
 def labels(problem: Problem) -> list[float]:
@@ -228,7 +192,7 @@ ACTED = environment("openenv", url="http://a", action="c")
 OBSERVED = environment("openenv", url="http://a", observation="a")
 TASKSET = environment("verifiers", taskset="a")
 SEEN = (
-    only(made_by, "tools", executor="sandbox_fusion"),
+    only(lambda config: type(make_executor(config.tools)).__name__, "tools", executor="sandbox_fusion"),
     seen(requests_of, "tools.executor", FUSION, url="http://127.0.0.2:81/x", concurrency=1),
     only(requests_of, "tools.executor", JUDGE, batch=1),
     seen(actors, "tools.executor.actors tools.executor.cpus", {"tools.executor": "ray"}),

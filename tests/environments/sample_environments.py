@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import sqlite3
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -41,11 +40,7 @@ class Tools(Environment):
 class Sharing:
     """In TRL's form; it changes the columns of its row and the arguments of its calls, which have odd names."""
 
-    closed = 0
-
     def reset(self, board=(), function="", self_=None, **row):
-        if function == "fails":
-            raise ValueError("no board")
         self.board = board
 
     def note(self, numbers: list[int], function: str) -> str:
@@ -53,21 +48,6 @@ class Sharing:
         self.board.append(sorted(numbers)[0])
         numbers.sort()
         return f"{function}: {self.board}"
-
-
-class Closing(Environment):
-    """Counts those that are open."""
-
-    open = 0
-
-    def __init__(self):
-        type(self).open += 1
-
-    def reset(self, problem):
-        raise ValueError("no board")
-
-    def close(self):
-        type(self).open -= 1
 
 
 class Napping(Tools):
@@ -82,8 +62,7 @@ class Counter:
     """The class of TRL's documentation: no base class, typed methods as tools, a reward."""
 
     def reset(self, start=0, **row):
-        self.n = start
-        self.row = row
+        self.n, self.row, self.there = start, row, 0
         return f" Start: {self.n}."
 
     def add(self, k: int) -> int:
@@ -95,11 +74,12 @@ class Counter:
         self.n += k
         return self.n
 
-    async def double(self) -> str:
-        """Double the counter."""
-        await asyncio.sleep(0)
-        self.n *= 2
-        return str(self.n)
+    async def meet(self) -> str:
+        """Waits for another one: two only end if both run at once."""
+        self.there += 1
+        while self.there < 2:
+            await asyncio.sleep(0.001)
+        return "met"
 
     @staticmethod
     def limit() -> str:
@@ -121,18 +101,16 @@ def make_counter():
     return Counter()
 
 
-class Together(Environment):
-    """Two coroutines that only end if both run at once."""
-
-    def reset(self, problem):
-        self.there = 0
-
-    async def meet(self) -> str:
-        """Waits for another one."""
-        self.there += 1
-        while self.there < 2:
-            await asyncio.sleep(0.001)
-        return "met"
+ERRORS = {
+    "reset": (RuntimeError, "no server"),
+    "reset once": (ValueError, "not yet"),
+    "look": (ToolUnavailable, "closed today"),
+    "look once": (ConnectionResetError, "gone for a moment"),
+    "look error": (ValueError, "nothing there"),
+    "step": (KeyError, "bug"),
+    "step exits": (SystemExit, None),
+    "reward": (ValueError, "lost count"),
+}
 
 
 class Flaky(Environment):
@@ -140,60 +118,32 @@ class Flaky(Environment):
 
     def reset(self, problem):
         self.how = problem.extra["how"]
-        ATTEMPTS.append("reset")
-        if self.how == "reset once" and ATTEMPTS.count("reset") == 1:
-            raise ValueError("not yet")
-        if self.how == "reset":
-            raise RuntimeError("no server")
-        if self.how == "reset exhausted":
-            next(iter(()))
-        return 7 if self.how == "reset type" else None
+        return self._answer("reset", 7 if self.how == "reset type" else None)
 
     def look(self) -> str:
         """Looks."""
-        ATTEMPTS.append("look")
-        if self.how == "look once" and ATTEMPTS.count("look") == 1:
-            raise ConnectionResetError("gone for a moment")
-        if self.how == "look":
-            raise ToolUnavailable("closed today")
-        if self.how == "look error":
-            raise ValueError("nothing there")
-        if self.how == "look hangs":
-            time.sleep(60)
-        return "a door"
+        return self._answer("look", "a door")
 
     def step(self, turn):
-        if self.how == "step hangs":
-            time.sleep(60)
-        if self.how == "crash":
-            os._exit(3)
-        if self.how == "block":
-            threading.Event().wait()
-        if error := {"step": KeyError("bug"), "exit": SystemExit()}.get(self.how):
-            raise error
-        return {"step type": {"text": "?"}, "nan": Observation(reward=float("nan"))}.get(self.how)
+        return self._answer("step", Observation(reward=0.5, done=True) if self.how == "several" else None)
 
     def get_reward(self):
-        if self.how == "reward":
-            raise ValueError("lost count")
-        if self.how == "get_reward exhausted":
-            next(iter(()))
-        return None if self.how == "no reward" else 1.0
+        return self._answer("reward", {"no reward": None, "several": {"speed": 3, "absent": None}}.get(self.how, 1.0))
 
     def close(self):
         ATTEMPTS.append("close")
 
-
-class Writer(Environment):
-    """Goes on in the policy's own turn."""
-
-    def step(self, turn):
-        return Observation("\n> <answer>", role="raw")
-
-
-class Untyped(Environment):
-    def look(self, where):
-        """Looks."""
+    def _answer(self, method, value):
+        ATTEMPTS.append(method)
+        if self.how == "step crashes" and method == "step":
+            os._exit(3)
+        if self.how == f"{method} hangs":
+            time.sleep(60)
+        if self.how.startswith(method) and self.how in ERRORS:
+            kind, text = ERRORS[self.how]
+            if "once" not in self.how or ATTEMPTS.count(method) == 1:
+                raise kind(text)
+        return value
 
 
 class Elsewhere(Environment):
@@ -254,35 +204,33 @@ class Hostile(Environment):
 
 
 class Ledger(Environment):
-    """Keeps its state in a database, whose connection belongs to the thread that opened it."""
+    """Keeps its state in a database, whose connection works in the thread alone that opened it."""
 
     def reset(self, problem):
-        self.threads = {threading.get_ident()}
         self.book = sqlite3.connect(":memory:")
         self.book.execute("CREATE TABLE turns (text TEXT)")
 
     def count(self) -> int:
         """Counts the turns so far."""
-        self.threads.add(threading.get_ident())
         return self.book.execute("SELECT COUNT(*) FROM turns").fetchone()[0]
 
     def step(self, turn):
         self.book.execute("INSERT INTO turns VALUES (?)", (turn.text,))
-        self.threads.add(threading.get_ident())
         return None if turn.calls else "go on"
 
     def get_reward(self):
-        self.threads.add(threading.get_ident())
-        return self.count() + 100.0 * len(self.threads)
+        return float(self.count())
 
     def close(self):
         self.book.close()
         ATTEMPTS.append("closed")
 
 
-class Mute(ValueError):
-    def __str__(self):
-        raise RuntimeError("no words")
+def fails(error):
+    raise error
+
+
+Mute = type("Mute", (ValueError,), {"__str__": lambda self: fails(RuntimeError("no words"))})
 
 
 class Reader(Environment):
@@ -290,20 +238,18 @@ class Reader(Environment):
 
     def step(self, turn):
         text = turn.text.strip()
-        if text == "own":
-            return self.absent
-        if text == "module":
-            return os.absent
-        if text == "exhausted":
-            next(iter(()))
-        words = (word for word in "ab")
-        answers = {"wrong type": {}, "generator": words, "endless": Observation("more", reward=10**400)}
-        if text in answers:
-            return answers[text]
-        errors = {"mute": Mute(), "offline": OSError("no route to host"), "unprepared": RuntimeError("no session")}
-        if text in errors:
-            raise errors[text]
-        return Observation(f"next {int(text)}", reward=1.0)
+        answers = {
+            "own": lambda: self.absent,
+            "module": lambda: os.absent,
+            "exhausted": lambda: next(iter(())),
+            "wrong type": dict,
+            "endless": lambda: Observation("more", reward=10**400),
+            "raw": lambda: Observation("\n> <answer>", role="raw"),  # goes on in the policy's own turn
+            "mute": lambda: fails(Mute()),
+            "offline": lambda: fails(OSError("no route to host")),
+            "unprepared": lambda: fails(RuntimeError("no session")),
+        }
+        return answers[text]() if text in answers else Observation(f"next {int(text)}", reward=1.0)
 
 
 class Held(Environment):
@@ -323,6 +269,8 @@ class Held(Environment):
         return "go on"
 
     def get_reward(self):
+        if self.how == "pays late":
+            time.sleep(60)
         (self.folder / "paid").touch()
         return 1.0
 
@@ -344,27 +292,3 @@ class SlowToMake(Environment):
 
     def close(self):
         ATTEMPTS.append("closed")
-
-
-class Rewarding(Environment):
-    """Its reward takes long."""
-
-    def reset(self, problem):
-        self.file = Path(problem.extra["folder"]) / str(uuid.uuid4())
-        self.file.touch()
-
-    def get_reward(self):
-        time.sleep(60)
-
-    def close(self):
-        self.file.unlink()
-
-
-class Several(Environment):
-    """Gives several numbers at its end."""
-
-    def step(self, turn):
-        return Observation(reward=0.5, done=True)
-
-    def get_reward(self):
-        return {"speed": 3, "absent": None}

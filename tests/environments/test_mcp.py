@@ -1,5 +1,6 @@
 """Tools of real MCP servers: over stdio with a server for each rollout, and over HTTP with a session for each."""
 
+import contextlib
 import json
 import re
 import sys
@@ -9,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentMcp, HostProcesses
-from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentMcp, HostProcesses, HostThreads
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import Problem
-from tests.environments.test_episodes import Play
-from tests.helpers.servers import call, served, two_call_chat
+from tests.environments.test_episodes import FILE, Play, opened
+from tests.helpers.servers import call, served
+from tests.helpers.servers import chat as chat  # a fixture
 
 pytest.importorskip("mcp", reason="needs the extra mcp; .ci/adapters runs these tests")
 from grpo_roc_jax.environments import mcp_tools
@@ -27,25 +27,12 @@ STDIO = EnvironmentMcp(command=(sys.executable, SERVER), timeout_s=60.0, retries
 
 
 @pytest.fixture(scope="module")
-def chat():
-    return two_call_chat()
-
-
-@pytest.fixture(scope="module")
 def stdio():
-    episodes = Episodes(STDIO, ToolsConfig())
-    yield episodes
-    episodes.close()
+    with opened(STDIO) as episodes:
+        yield episodes
 
 
-@pytest.fixture
-def address():
-    """Of a server over HTTP, and the server."""
-    with served(SERVER) as (address, process):
-        yield f"{address}/mcp", process
-
-
-def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own(chat, stdio):
+def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own_which_may_die(chat, stdio):
     assert stdio.tools.names == ("add", "words", "refuse", "sleep", "die")
     parameters = stdio.tools.schemas[0]["function"]["parameters"]
     assert parameters["required"] == ["k"] and parameters["properties"]["k"]["description"] == "How much."
@@ -58,35 +45,26 @@ def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own(chat, std
     first, _ = play.end()
     assert [result.kind for result in first.results] == ["ok", "ok", "exception", "bad_arguments"]
     assert first.reward == 0.0
+    play = Play(chat, stdio, samples=2)
+    assert play.say(call("die")) == "infrastructure"
+    assert "\n1\n" in play.say(call("add", '{"k": 1}'), row=1), "others go on"
+    dead, alive = play.end()
+    assert dead.stop == "infrastructure" and dead.results[-1].kind == "transport_error" and alive.results[0].ok
+    assert "it wrote: out of ink" in dead.results[-1].error_message
 
 
 @pytest.mark.parametrize(("tools", "message"), [(7, "more than 1000 tools"), (0, "more than 1000 pages")])
 def test_a_list_of_tools_without_end_is_refused(monkeypatch, tools, message):
     """The server names a further page for ever, with tools on each or with none."""
 
-    class Pages:
-        async def __aenter__(self):
-            return self
+    async def list_tools(cursor=None):
+        listed = [SimpleNamespace(name=f"t{i}", description="", input_schema={}) for i in range(tools)]
+        return SimpleNamespace(tools=listed, next_cursor="further")
 
-        async def __aexit__(self, *_):
-            return None
-
-        async def list_tools(self, cursor=None):
-            listed = [SimpleNamespace(name=f"t{i}", description="", input_schema={}) for i in range(tools)]
-            return SimpleNamespace(tools=listed, next_cursor="further")
-
-    monkeypatch.setattr(mcp_tools, "client_of", lambda *_: Pages())
+    pages = contextlib.nullcontext(SimpleNamespace(list_tools=list_tools))
+    monkeypatch.setattr(mcp_tools, "client_of", lambda *_: pages)
     with pytest.raises(ValueError, match=message):
         mcp_tools.mcp_class(replace(STDIO, retries=0, timeout_s=30.0 + tools))
-
-
-def test_a_server_that_dies_is_an_infrastructure_failure_and_others_go_on(chat, stdio):
-    play = Play(chat, stdio, samples=2)
-    assert play.say(call("die")) == "infrastructure"
-    assert "\n1\n" in play.say(call("add", '{"k": 1}'), row=1)
-    dead, alive = play.end()
-    assert dead.stop == "infrastructure" and dead.results[-1].kind == "transport_error" and alive.results[0].ok
-    assert "it wrote: out of ink" in dead.results[-1].error_message
 
 
 def test_parts_of_a_result_are_text():
@@ -102,93 +80,74 @@ def test_parts_of_a_result_are_text():
 
 
 def test_the_command_takes_columns_of_the_row_and_the_log_what_servers_write(chat, tmp_path):
-    log = tmp_path / "servers.log"
+    log, problem = tmp_path / "servers.log", Problem("p-7", "Go.", "", "t", {"level": 3})
     words = ("words", "{uid}", "level {level}", "{seed}", "${HOME}", '{"a": 1}')
-    choice = replace(STDIO, command=(*STDIO.command, *words), log=str(log))
-    episodes = Episodes(choice, ToolsConfig())
-    problem = Problem("p-7", "Go.", "", "t", {"level": 3})
-    play = Play(chat, episodes, problem=problem)
-    reply = play.say(call("words"))
-    assert "p-7 level 3" in reply and '${HOME} {"a": 1}' in reply
-    assert "asked for p-7 level 3" in log.read_text(encoding="utf-8")
-    seeds = [
-        re.search(r"level 3 (\d+)", text)[1]
-        for text in (reply, Play(chat, episodes, problem=problem).say(call("words")))
-    ]
-    assert seeds[0] == seeds[1]
-    (answer,) = episodes.open([("k", Problem("p", "Go.", "", "t"), 1)]).values()
-    assert "names {level}; the columns of this problem are prompt, answer, uid, seed" in answer.failure.text
-    episodes.close()
+    with opened(replace(STDIO, command=(*STDIO.command, *words), log=str(log))) as episodes:
+        replies = [Play(chat, episodes, problem=problem).say(call("words")) for _ in range(2)]
+        assert "p-7 level 3" in replies[0] and '${HOME} {"a": 1}' in replies[0]
+        assert "asked for p-7 level 3" in log.read_text(encoding="utf-8")
+        assert len({re.search(r"level 3 (\d+)", reply)[1] for reply in replies}) == 1
+        (answer,) = episodes.open([("k", replace(problem, extra={}), 1)]).values()
+        assert "names {level}; the columns of this problem are prompt, answer, uid, seed" in answer.failure.text
 
 
 def test_rows_choose_among_kinds_of_environments(chat):
     """An MCP server beside a class of one's own: each row meets its own, and failures are those of its kind."""
-    command = json.dumps([sys.executable, SERVER])
-    choice = EnvironmentByRow(
-        classes=(
-            f"shop={{kind: mcp, command: {command}}}",
-            f"guess={Path(SERVER).with_name('sample_environments.py')}:Echo",
-        ),
-        timeout_s=60.0,
-        retries=0,
-    )
-    episodes = Episodes(choice, ToolsConfig())
-    assert set(episodes.tools.names) >= {"add", "words"}
-    shop = Problem("a", "Go.", "", "shop")
-    play = Play(chat, episodes, problem=shop)
-    assert "\n2\n" in play.say(call("add", '{"k": 2}')) and play.say("done") == "eos" and play.end()[0].reward == 0.0
-    other = Play(chat, episodes, problem=Problem("b", "Go.", "5", "t", {"environment": "guess"}))
-    assert "you said hm" in other.say("hm"), "the class of its own"
-    assert choice.scores_failures("guess") and not choice.scores_failures("shop")
-    with pytest.raises(ValueError, match=r"column environment of problem 'c' is missing, and its source is 't'"):
-        choice.name_for(Problem("c", "Go.", "", "t"))
-    episodes.close()
+    shop = f"shop={{kind: mcp, command: {json.dumps([sys.executable, SERVER])}}}"
+    choice = EnvironmentByRow(classes=(shop, f"guess={FILE}:Echo"), timeout_s=60.0, retries=0)
+    with opened(choice) as episodes:
+        assert set(episodes.tools.names) >= {"add", "words"}
+        play = Play(chat, episodes, problem=Problem("a", "Go.", "", "shop"))
+        assert "\n2\n" in play.say(call("add", '{"k": 2}')) and play.say("done") == "eos"
+        assert play.end()[0].reward == 0.0
+        other = Play(chat, episodes, problem=Problem("b", "Go.", "5", "t", {"environment": "guess"}))
+        assert "you said hm" in other.say("hm"), "the class of its own"
+        assert choice.scores_failures("guess") and not choice.scores_failures("shop")
+        with pytest.raises(ValueError, match=r"column environment of problem 'c' is missing, and its source is 't'"):
+            choice.name_for(Problem("c", "Go.", "", "t"))
 
 
-def test_a_server_over_http_is_shared_and_its_end_is_typed(chat, address):
-    url, process = address
-    episodes = Episodes(EnvironmentMcp(url=url, timeout_s=60.0, retries=0, host=HostProcesses(1)), ToolsConfig())
-    play = Play(chat, episodes, samples=2)
-    assert "\n2\n" in play.say(call("add", '{"k": 2}')) and "\n4\n" in play.say(call("add", '{"k": 2}'), row=1)
-    hurried = Episodes(EnvironmentMcp(url=url, timeout_s=8.0), ToolsConfig())
-    asleep = Play(chat, hurried)
-    assert asleep.say(call("sleep")) == "deadline" and asleep.end()[0].results[0].kind == "timeout"
-    process.kill()
-    assert play.say(call("add", '{"k": 2}')) == "infrastructure"
-    assert all(trajectory.results[0].ok for trajectory in play.end())
-    episodes.close()
-    hurried.close()
+def test_a_server_over_http_is_shared_and_its_end_is_typed(chat):
+    with served(SERVER) as (address, process):
+        mcp = EnvironmentMcp(url=f"{address}/mcp", timeout_s=60.0, retries=0, host=HostProcesses(1))
+        with opened(mcp) as episodes, opened(replace(mcp, timeout_s=8.0, retries=2, host=HostThreads())) as hurried:
+            play, asleep = Play(chat, episodes, samples=2), Play(chat, hurried)
+            assert "\n2\n" in play.say(call("add", '{"k": 2}'))
+            assert "\n4\n" in play.say(call("add", '{"k": 2}'), row=1)
+            assert asleep.say(call("sleep")) == "deadline" and asleep.end()[0].results[0].kind == "timeout"
+            process.kill()
+            assert play.say(call("add", '{"k": 2}')) == "infrastructure"
+            assert all(trajectory.results[0].ok for trajectory in play.end())
 
 
-def test_descriptions_and_results_of_a_hostile_server_forge_no_turn():
+def test_descriptions_and_results_of_a_hostile_server_forge_no_turn(chat):
     """The same marks in the prompt and in the row as those of a server that says x instead."""
     specials, rows = [], []
     for kind in ("hostile", "plain"):
-        episodes = Episodes(replace(STDIO, command=(*STDIO.command, kind)), ToolsConfig())
-        config = TextConfig(tools_section=True)
-        chat = make_chat(config, load_tokenizer(config), episodes.tools.schemas)
-        ids = chat.prompt_ids(Problem("a", "1+1", "2", "made"))
-        assert len(chat.tokenizer.decode(ids)) < 40_000, "descriptions are cut"
-        specials.append([i for i in ids if i in chat.tokenizer.special_ids])
-        play = Play(two_call_chat(), episodes)
-        reply = play.say(call("read", '{"k": 1}'))
-        assert play.say("done") == "eos"
-        rows.append(play.end()[0])
-        assert rows[-1].results[0].ok and not {"<|im_end|>", "</tools>", "<answer>"} & set(reply.split("x"))
-        assert reply.count("<answer>") == 0 and rows[-1].reward == 0.0
-        episodes.close()
+        with opened(replace(STDIO, command=(*STDIO.command, kind))) as episodes:
+            config = TextConfig(tools_section=True)
+            described = make_chat(config, load_tokenizer(config), episodes.tools.schemas)
+            ids = described.prompt_ids(Problem("a", "1+1", "2", "made"))
+            assert len(described.tokenizer.decode(ids)) < 40_000, "descriptions are cut"
+            specials.append([i for i in ids if i in described.tokenizer.special_ids])
+            play = Play(chat, episodes)
+            reply = play.say(call("read", '{"k": 1}'))
+            assert play.say("done") == "eos"
+            rows.append(play.end()[0])
+            assert rows[-1].results[0].ok and not {"<|im_end|>", "</tools>", "<answer>"} & set(reply.split("x"))
+            assert reply.count("<answer>") == 0 and rows[-1].reward == 0.0
     special = load_tokenizer(TextConfig()).special_ids
     assert specials[0] == specials[1] and len(rows[0].turns) == len(rows[1].turns) == 2
     assert [i for i in rows[0].tokens if i in special] == [i for i in rows[1].tokens if i in special]
 
 
 def test_what_does_not_answer_is_said_at_the_start(monkeypatch):
-    with pytest.raises(ValueError, match=r"'no-such-program' does not answer: .*No such file"):
-        EnvironmentMcp(command=("no-such-program",), retries=0).factories()
-    with pytest.raises(ValueError, match="does not answer"):
-        EnvironmentMcp(url="http://127.0.0.1:9/mcp", timeout_s=5.0, retries=0).factories()
     monkeypatch.delenv("NO_TOKEN", raising=False)
-    with pytest.raises(ValueError, match="token_variable: NO_TOKEN is not set"):
-        EnvironmentMcp(url="http://127.0.0.1:9/mcp", token_variable="NO_TOKEN", retries=0).factories()
-    with pytest.raises(ValueError, match="one of them must be set"):
-        EnvironmentMcp()
+    url = {"url": "http://127.0.0.1:9/mcp", "timeout_s": 5.0}
+    for settings, message in (
+        ({"command": ("no-such-program",)}, r"'no-such-program' does not answer: .*No such file"),
+        (url, "does not answer"),
+        (url | {"token_variable": "NO_TOKEN"}, "token_variable: NO_TOKEN is not set"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EnvironmentMcp(retries=0, **settings).factories()

@@ -2,11 +2,9 @@
 
 import pytest
 
-from grpo_roc_jax.environments.config import EnvironmentClass, HostActors
-from grpo_roc_jax.environments.episodes import Episodes
-from grpo_roc_jax.tools import ToolsConfig
-from tests.environments.test_episodes import FILE, LOOK, Play
-from tests.helpers.servers import two_call_chat
+from grpo_roc_jax.environments.config import HostActors
+from tests.environments.test_episodes import LOOK, Play, opened
+from tests.helpers.servers import chat as chat  # a fixture
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
@@ -15,16 +13,13 @@ ray = pytest.importorskip("ray", reason="the ray extra is not installed")
 @pytest.fixture(scope="module")
 def episodes():
     ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
-    host = HostActors(2, cpus=0.5)
-    made = Episodes(EnvironmentClass(path=f"{FILE}:Flaky", host=host, timeout_s=20.0, retries=2), ToolsConfig())
-    yield made
-    made.close()
+    with opened("Flaky", host=HostActors(2, cpus=0.5), timeout_s=20.0, retries=2) as made:
+        yield made
     ray.shutdown()
 
 
-def test_rollouts_are_played_and_a_crash_costs_its_own_actor(episodes):
-    chat = two_call_chat()
-    fine, crash = Play(chat, episodes, how="fine"), Play(chat, episodes, how="crash", position=5)
+def test_rollouts_are_played_and_a_crash_costs_its_own_actor(chat, episodes):
+    fine, crash = Play(chat, episodes, how="fine"), Play(chat, episodes, how="step crashes", position=5)
     assert fine.say(LOOK).count("a door") == 1
     assert crash.say("hm") == "infrastructure"
     crash.end("infrastructure")
@@ -34,13 +29,11 @@ def test_rollouts_are_played_and_a_crash_costs_its_own_actor(episodes):
     assert [trajectory.reward for trajectory in after.end()] == [1.0, 1.0]
 
 
-def test_an_actor_whose_operation_never_ends_is_replaced(episodes, monkeypatch):
+def test_an_actor_whose_operation_never_ends_is_replaced(chat, episodes, monkeypatch):
     monkeypatch.setattr(episodes, "limit_s", lambda parts: 4.0)
-    chat = two_call_chat()
-    play = Play(chat, episodes, how="block")
+    play = Play(chat, episodes, how="step hangs")
     assert play.say("hm") == "infrastructure"
     play.end("infrastructure")
     monkeypatch.undo()
     again = Play(chat, episodes, samples=2, how="fine")
-    assert [again.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1]
-    again.end()
+    assert [again.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1] and again.end()

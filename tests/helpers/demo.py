@@ -12,6 +12,7 @@ from grpo_roc_jax.method import compose
 from grpo_roc_jax.record import trace
 from grpo_roc_jax.text.tokenizer import ByteTokenizer
 from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from tests.helpers.knobs import write_lines
 
 TOKENIZER = ByteTokenizer()
 CODE = "import math\n# the numbers of the problem\na, b = {a}, {b}\nprint(math.gcd(a, b))"
@@ -33,47 +34,46 @@ def trajectory(rng, problem, sample, skill, step):
     ids = list(TOKENIZER.encode(f"<|user|>{problem.prompt}<|assistant|>"))
     prompt, mask, turns = len(ids), [False] * len(ids), []
 
+    def write(text, sampled):
+        more = TOKENIZER.encode(text)
+        ids.extend(more)
+        mask.extend([sampled] * len(more))
+
     def say(text, calls=(), results=()):
         start = len(ids)
-        ids.extend(TOKENIZER.encode(text))
-        mask.extend([True] * (len(ids) - start))
+        write(text, True)
         turns.append(Turn(start, len(ids), text, calls, results))
         if results:
-            seen = TOKENIZER.encode(f"\n<tool_response>{results[0].observation}</tool_response>\n")
-            ids.extend(seen)
-            mask.extend([False] * len(seen))
+            write(f"\n<tool_response>{results[0].observation}</tool_response>\n", False)
 
-    while len(turns) < 3:
+    failed = True
+    while failed and len(turns) < 3:
         failed = rng.random() > skill
         code = CODE.format(a=a, b=b).replace("math.gcd", "maths.gcd" if failed else "math.gcd")
         raw = json.dumps({"name": "python", "arguments": {"code": code}})
         begin = "I compute it with the tool." if not turns else "The module has another name; I try again."
         call = ToolCall("python", {"code": code}, raw=raw)
         say(f"{begin}<tool_call>{raw}</tool_call>", (call,), (result(failed, value),))
-        if not failed:
-            break
     right = rng.random() < 0.35 + 0.6 * skill
     answer = value if right else value + int(rng.integers(1, 5))
     short = rng.random() < 0.06
     say("So the greatest common divisor" if short else f"Both divide by it. <answer>\\boxed{{{answer}}}</answer>")
     policy = np.array(mask)
     rollout = Trajectory(
-        tokens=np.array(ids, np.int32),
-        policy_mask=policy,
-        logprobs=np.where(policy, -rng.exponential(0.3, len(ids)), 0).astype(np.float32),
-        versions=np.where(policy, step - 1, -1).astype(np.int32),
-        prompt_length=prompt,
-        turns=tuple(turns),
-        stop="length" if short else "answer",
-        sample=sample,
+        np.array(ids, np.int32),
+        policy,
+        np.where(policy, -rng.exponential(0.3, len(ids)), 0).astype(np.float32),
+        np.where(policy, step - 1, -1).astype(np.int32),
+        prompt,
+        tuple(turns),
+        "length" if short else "answer",
+        sample,
         seconds=float(rng.uniform(0.5, 3)),
     )
     status = "truncated" if short else "correct" if right else "wrong"
-    errors = sum(r.counts_as_error for r in rollout.results)
+    counts = len(rollout.results), sum(r.counts_as_error for r in rollout.results), int(not short)
     reward = float(status == "correct")
-    return rollout, Verdict(
-        reward, status, None if short else str(answer), len(rollout.results), errors, int(not short), True, len(turns)
-    )
+    return rollout, Verdict(reward, status, None if short else str(answer), *counts, True, len(turns))
 
 
 @cache
@@ -104,24 +104,6 @@ def records(rng, step, skill, *, groups=8, size=16, kind="step", resample="roc")
     if step % 3:
         return recorded
     return [replace(r, scored=scores(r.trajectory, step + i)) if r.kept else r for i, r in enumerate(recorded)]
-
-
-def measured(records):
-    """Metrics of a step that its records decide."""
-    kept = [r for r in records if r.kept]
-
-    def failing(some):
-        right = [r.verdict for r in some if r.verdict.status == "correct"]
-        return sum(v.tool_errors for v in right) / max(1, sum(v.tool_calls for v in right))
-
-    return {
-        "rollout/reward": float(np.mean([r.verdict.reward for r in records])),
-        "rollout/tool_error_in_correct": failing(records),
-        "roc/tool_error_in_correct_kept": failing(kept),
-        "rollout/length": float(np.mean([r.trajectory.length - r.trajectory.prompt_length for r in records])),
-        "roc/kept": float(len(kept)),
-        "roc/dropped": float(len(records) - len(kept)),
-    }
 
 
 def scores(made, seed):
@@ -166,11 +148,12 @@ def write_run(folder, seed=0, *, steps=12, groups=8, size=16, resample="roc"):
         if step:
             sampled = records(rng, step, skill, groups=groups, size=size, resample=resample)
             writer.write(step, sampled)
-            metrics |= measured(sampled)
-            metrics["alarm/entropy_band"] = float(step == 7)
+            kept = float(sum(record.kept for record in sampled))
+            metrics["rollout/reward"] = float(np.mean([record.verdict.reward for record in sampled]))
+            metrics |= {"roc/kept": kept, "roc/dropped": len(sampled) - kept, "alarm/entropy_band": float(step == 7)}
         rows.append(metrics)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics) + "\n" for metrics in rows))
     event = {"step": min(4, steps), "event": "reward_spread", "text": "below 0.05 for three steps"}
-    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    write_lines(folder / "metrics.jsonl", rows)
+    write_lines(folder / "events.jsonl", [event])
     (folder / "config.yaml").write_text(f"name: demo\nseed: {seed}\nresample: {resample}\n")
     return folder

@@ -1,39 +1,27 @@
-"""An executor that runs nothing."""
+"""An executor that runs nothing, and a tool of the kind that users register."""
 
-from collections.abc import Callable
+from typing import Literal
 
-from grpo_roc_jax.sandbox.program import Program, Ticket
+from grpo_roc_jax.sandbox.program import Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.tools.interface import Capabilities
-from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolResult
 
 
 class FakeExecutor(BaseExecutor):
     """Answers each program by a function, at once or when the test asks for it."""
 
-    def __init__(
-        self,
-        answer: Callable[[Program], ToolResult] | None = None,
-        *,
-        manual: bool = False,
-        config: ToolsConfig | None = None,
-        registry: Registry | None = None,
-    ) -> None:
-        """
-        Args:
-            answer: The result of a program; by default `ok` with the code as its output.
-            manual: Hold results back until `release` is called.
-        """
+    def __init__(self, answer=None, *, manual: bool = False, config=None, registry=None) -> None:
+        """By default a program is `ok` with its code as its output; `manual` holds results back until `release`."""
         super().__init__(config or ToolsConfig(), registry)
         self._answer = answer or (lambda program: ToolResult("ok", stdout=program.code, stdout_bytes=len(program.code)))
         self._manual = manual
         self.held: list[str] = []
-        self.refused: set[str] = set()
-        """Calls that cannot be started."""
         self.closed_sessions: list[str] = []
         self.cancelled: list[str] = []
+        self.refused: set[str] = set()
+        """Calls that cannot be started."""
 
     def _open(self) -> Capabilities:
         return Capabilities(level="fake")
@@ -59,3 +47,14 @@ class FakeExecutor(BaseExecutor):
 
     def close_session(self, session: str) -> None:
         self.closed_sessions.append(session)
+
+
+def area(width: float, height: float = 1.0, unit: Literal["cm", "m"] = "cm") -> str:
+    """Area of a rectangle.
+
+    Args:
+        width: Of the rectangle,
+            in the unit.
+        unit: Of all lengths.
+    """
+    return f"{width * height} {unit}"

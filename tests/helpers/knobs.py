@@ -42,11 +42,7 @@ BASE: dict[str, Any] = {
     "model.kv_heads": 1,
     "model.head_dim": 8,
     "model.d_ff": 16,
-    "reward.functions": (
-        "answer",
-        {"kind": "format", "weight": 0.0},
-        {"kind": "clean_tools", "weight": 0.0},
-    ),
+    "reward.functions": ("answer", {"kind": "format", "weight": 0.0}, {"kind": "clean_tools", "weight": 0.0}),
     "rollout.max_prompt_tokens": 400,
     "rollout.max_response_tokens": 200,
     "batch.row_length": 600,
@@ -94,14 +90,8 @@ class Seen:
 
 
 def seen(observe: Observer, names: str, context: Mapping[str, Any] | None = None, **values: Any) -> Seen:
-    """Settings that the observer sees.
-
-    Args:
-        observe: The observer.
-        names: Settings and sections, separated by spaces.
-        context: Settings that hold throughout.
-        values: Other values that the type of a setting does not tell, such as paths, by what follows the first name.
-    """
+    """Settings and sections that the observer sees, in a context; `values` are those that the type of a setting does
+    not tell, such as paths, by what follows the first name."""
     section, *_ = parts = names.split()
     return Seen(observe, tuple(parts), context or {}, {f"{section}.{name}": value for name, value in values.items()})
 
@@ -197,6 +187,10 @@ def files() -> Path:
     write_lines(folder / "problems.jsonl", rows)
     (folder / "python").symlink_to(Path(sys.executable).resolve())
     write_lines(folder / "held_out.jsonl", [_row(i) for i in range(20, 24)])
+    write_lines(folder / "more.jsonl", [{"question": f"How many are {i}?", "answer": str(i)} for i in range(5)])
+    write_lines(folder / "bad.jsonl", [{"question": "q", "answer": None}, {"question": "r", "answer": "1"}])
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    write_lines(folder / "traces.jsonl", [{"messages": talk}])
     return folder
 
 

@@ -20,12 +20,14 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
 from grpo_roc_jax.engine.protocol import Finish, Observe, RolloutStats, RunOptions, TurnEnd
-from grpo_roc_jax.engine.scheduler import Admission, expand
+from grpo_roc_jax.engine.scheduler import expand
 from grpo_roc_jax.engine.table import starting_point
 from grpo_roc_jax.learner import learner as learners
+from grpo_roc_jax.learner.update import make_schedule
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.run import components as components_module
+from grpo_roc_jax.run import supervised
 from grpo_roc_jax.run.evaluate import evaluate_policy
 from grpo_roc_jax.run.learning import make_learner
 from grpo_roc_jax.run.policy import PolicyModel
@@ -33,7 +35,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import GroupSampler
 from grpo_roc_jax.stream.rollout_stream import ESS
 from grpo_roc_jax.train import sample_step
-from grpo_roc_jax.types import Group, RolloutRequest, ToolResult, Trajectory
+from grpo_roc_jax.types import Group, ToolResult, Trajectory
 from tests.helpers.fake_executor import FakeExecutor
 from tests.helpers.knobs import digest, only, seen
 from tests.helpers.stream_fakes import opened, play
@@ -60,21 +62,14 @@ class ScriptedEngine:
         return "attention to the cache: none"
 
     def run(self, sampler: Any, requests: Sequence, environment: Any, options: RunOptions):
-        rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens, 1.0)
-        stats = RolloutStats(rollouts=len(rows))
-        completed: dict[int, Trajectory] = {}
-        unneeded: set[int] = set()
-        longest = self.config.admission == "longest"
-        queue = Admission(shards=1)
-        queue.extend(range(len(rows)), rows, prompts, longest_first=longest)
-        policy = options.cancel_policy
-        while (i := queue.take(0, lambda _: True)) is not None:
-            rolled = self.roll(sampler.version, i, rows[i], environment, i in unneeded)
-            completed[i] = environment.completed(i, rolled)
-            unneeded.update(policy(i, completed[i]) if policy is not None else ())
-        for trajectory in completed.values():
-            stats.stops[trajectory.stop] += 1
-        return [completed[i] for i in range(len(rows))], stats
+        rows, _ = expand(requests, options.key_step, self.config.max_response_tokens, 1.0)
+        stats, completed, unneeded = RolloutStats(rollouts=len(rows)), [], set()
+        for i, row in enumerate(rows):
+            rolled = self.roll(sampler.version, i, row, environment, i in unneeded)
+            completed.append(environment.completed(i, rolled))
+            unneeded.update(options.cancel_policy(i, completed[i]) if options.cancel_policy is not None else ())
+            stats.stops[completed[i].stop] += 1
+        return completed, stats
 
     def roll(self, version: int, index: int, request: Any, environment: Any, cut: bool) -> Trajectory:
         begun = starting_point(request).tokens
@@ -116,7 +111,7 @@ class ScriptedEngine:
 def script(prompt: str, rng: np.random.Generator) -> list[str]:
     """Texts of the turns that answer a prompt."""
     match = re.search(r"class (\d): name the number (\d+) of the list(.*)", prompt, re.S)
-    kind, number, rest = int(match[1]), int(match[2]), match[3]
+    kind, number, rest = (int(match[1]), int(match[2]), match[3]) if match else (1, 7, "")
     right = rng.random() < SOLVED[kind] + 0.5 * (len(rest) > 60)
     style = rng.choice(["right", "right", "twice", "late"]) if right else rng.choice(WRONG)
     calls = int(rng.integers(0, 4))
@@ -125,8 +120,7 @@ def script(prompt: str, rng: np.random.Generator) -> list[str]:
         f'<tool_call>{{"name": "python_code_with_standard_io", "arguments": {{"code": "{name}({i})"}}}}</tool_call>'
         for i, name in enumerate(rng.choice(["bad", "print"], calls))
     ]
-    named = number if style != "wrong" else number + 1
-    answer = f"<answer>\\boxed{{{named}}}</answer>"
+    answer = f"<answer>\\boxed{{{number + (style == 'wrong')}}}</answer>"
     last = {
         "right": f"it is</reason>{answer}",
         "wrong": f"it is</reason>{answer}",
@@ -191,52 +185,57 @@ def scripted_programs() -> Any:
     )
 
 
-def fresh_run(config: Config, *_: Any) -> RunState:
-    stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
-    params = {"w": np.ones(1, np.float32)}
-    return RunState(SimpleNamespace(params=params), {"w": np.zeros(1)}, stream, initial_state(config))
+def taught(config: Config, policy: PolicyModel, chat: Any) -> list:
+    """The supervised stage: its learning rates and batches, and the steps that wrote a row."""
+    seen: list = []
+
+    def scripted(model: Any, loss: Any, optim: Any, *_: Any, **__: Any) -> Any:
+        seen.extend(float(make_schedule(optim)(i)) for i in range(config.sft.steps))
+        return lambda state, batch: (state, seen.append(digest(leaves_of(batch))) or {"loss/nll": 1.0})
+
+    writer = SimpleNamespace(say=lambda text: None, write_sft=lambda step, metrics: seen.append(step))
+    started = mock.Mock(return_value=SimpleNamespace(params="taught"))
+    with mock.patch.multiple(supervised, make_update_step=scripted, start_train_state=started):
+        supervised.supervise(config, policy, chat, None, writer)
+    return seen
+
+
+def leaves_of(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.device_get(jax.tree.leaves(tree))]
 
 
 def step(config: Config) -> dict[str, str]:
-    """Two steps: what was asked of the engine, what selection said, the packed rows, the state of the method."""
-    seen: dict[str, list] = {"selected": [], "rows": [], "state": []}
+    """The supervised stage, two steps and an evaluation: what was asked of the engine, what selection said, the packed
+    rows, the state of the method, and the accuracy; or why the data are refused."""
+    seen: dict[str, list] = {"taught": [], "selected": [], "rows": [], "state": [], "evaluated": []}
     with scripted_parts(config) as (policy, sampling), scripted_programs():
-        run, learner = fresh_run(config), make_learner(config, policy, sampling.sampler.chat)
+        chat = sampling.sampler.chat
+        try:
+            seen["taught"] = taught(config, policy, chat) if config.sft.steps else []
+            stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
+            held_out = eval_problems(config.data)
+        except ValueError as error:
+            return {"refused": str(error)}
+        params = {"w": np.ones(1, np.float32)}
+        run = RunState(SimpleNamespace(params=params), {"w": np.zeros(1)}, stream, initial_state(config))
+        learner = make_learner(config, policy, chat)
         for _ in range(2):
             samples = sample_step(config, policy, sampling, run)
             groups = run.buffer.take(config.group.problems)
             batches = learner.batches(groups, samples.explanations, run)
             run.method = next_state(samples.groups, groups, config, run.method)
             run.step += 1
-            for s in samples.selections:
-                seen["selected"].append((s.indices, s.reasons, s.penalties, s.kept))
+            seen["selected"] += [(s.indices, s.reasons, s.penalties, s.kept) for s in samples.selections]
             for batch in batches:
-                leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch.packed)]
-                seen["rows"] += [*leaves, batch.placement.micro, batch.placement.row, batch.temperature]
+                seen["rows"] += [*leaves_of(batch.packed), batch.placement.micro, batch.placement.row]
+                seen["rows"].append(batch.temperature)
             seen["state"].append(run.method.to_tree())
+        sampling.sampler.publish(None, 2)
+        accuracy, metrics, _ = evaluate_policy(
+            config, sampling, held_out, config.eval.samples, temperature=config.eval.temperature
+        )
+        seen["evaluated"] = [accuracy, {name: value for name, value in metrics.items() if not name.startswith("time/")}]
         return {"asked": digest(sampling.sampler.engine.asked)} | {name: digest(part) for name, part in seen.items()}
-
-
-def evaluated(config: Config) -> str:
-    """What held-out evaluation asks and finds."""
-    with scripted_parts(config) as (_, sampling):
-        problems = eval_problems(config.data)
-        samples, temperature = config.eval.samples, config.eval.temperature
-        sampling.sampler.publish(None, 0)
-        accuracy, metrics, _ = evaluate_policy(config, sampling, problems, samples, temperature=temperature)
-        numbers = {name: value for name, value in metrics.items() if not name.startswith("time/")}
-        return digest(sampling.sampler.engine.asked, accuracy, numbers)
-
-
-def admitted(config: Config) -> list:
-    """The order in which rollouts begin, of which the first continues a prefix."""
-    with scripted_parts(config) as (_, sampling):
-        sampler, problems = sampling.sampler, next(fresh_run(config).stream)
-        sampler.publish(None, 0)
-        prefix = tuple(sampler.chat.raw_ids("so let us see"))
-        requests = [RolloutRequest(problems[0], 0, prefix=prefix), RolloutRequest(problems[1], 1)]
-        sampler.roll_out(requests, RunOptions(0))
-        return [key for key, *_ in sampler.engine.asked]
 
 
 # ---- the user's own functions, by dotted path ----------------------------------------------------------------------
@@ -264,15 +263,22 @@ def streamed(config: Config) -> Any:
     return len(engine.submitted), dropped, order, stream.after_update(run, [], {ESS: 0.4})[1]
 
 
+WORLDS = {"data.sources": ("world:products:1", "world:gcd:1"), "data.eval_sources": ()}
+TAUGHT = WORLDS | {"sft.steps": 4, "sft.traces": 4}
+TRACES = TAUGHT | {"data.trace_sources": ("world:gcd:1", "{files}/traces.jsonl")}
 SEEN = (
-    seen(step, "group seed"),
+    seen(step, "group seed eval.samples eval.temperature rollout.max_turns rollout.early_exit"),
+    seen(step, "tools.observation tools.hide_addresses"),
+    only(step, "tools", enabled=("jupyter_code",)),
     seen(step, "batch", updates=2),
     seen(step, "batch.updates", {"batch.updates": {"kind": "several", "parts": 2}}, parts=4),
     seen(step, "method", edit_groups=f"{PART}shortened", edit_rows=f"{PART}doubled"),
-    seen(admitted, "rollout.admission"),
-    seen(step, "rollout.max_turns rollout.early_exit"),
-    seen(step, "tools.observation tools.hide_addresses"),
-    only(step, "tools", enabled=("jupyter_code",)),
+    seen(step, "data", sources=("{files}/more.jsonl",), eval_sources=("{files}/more.jsonl",)),
+    only(step, "data", prompt_column="solution", answer_column="explained"),
+    only(step, "data", {"data.sources": ("{files}/bad.jsonl",)}, bad_rows="fail"),
+    only(step, "data", TAUGHT, weights=(1.0, 3.0), world_problems=3, trace_sources=("{files}/traces.jsonl",)),
+    only(step, "data", TRACES, trace_weights=(1.0, 9.0)),
+    only(step, "data.demonstrations", TAUGHT, guess=5.0, repair=5.0, clean=5.0, wrong=5.0),
+    seen(step, "sft", TAUGHT, warmup_steps=1, reward_tokens="token"),
     seen(streamed, "rollout.step_limit", {"rollout.step_limit": {"kind": "stream"}, "steps": 9}, lag=2),
-    seen(evaluated, "eval.samples eval.temperature"),
 )

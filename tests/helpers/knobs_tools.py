@@ -2,30 +2,29 @@
 limits they were sent, and what a server of MCP is asked for."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import re
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads, adapter
-from grpo_roc_jax.environments.environment import Environment
-from grpo_roc_jax.run.components import find_environments, make_agents, make_episodes
+from grpo_roc_jax.run.components import find_environments, make_agents
 from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, isolation
 from grpo_roc_jax.sandbox.program import ExecutorFailed
 from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.tools.executor import make_executor, settings_of
 from grpo_roc_jax.tools.interface import CodeCall
-from grpo_roc_jax.tools.registry import Registry
-from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
-from tests.helpers.knobs import Case, Seen, files, made, only, seen
+from grpo_roc_jax.types import ToolResult
+from tests.helpers.knobs import Case, Observer, Seen, files, made, only, seen
 
 TOOL, CELL = "python_code_with_standard_io", "jupyter_code"
 
@@ -36,45 +35,44 @@ def program(name: str, code: str, session: str | None = None) -> CodeCall:
 
 # ---- an executor that runs -----------------------------------------------------------------------------------------
 
-PROBES = {
-    "memory_mb": "import mmap\nmmap.mmap(-1, 200 << 20).close()",
-    "file_mb": "f = open('f', 'wb')\nf.seek(20 << 20)\nf.write(b'x')\nf.close()",
-    "scratch_mb": "for i in range(3): open(f's{i}', 'wb').write(bytes(1 << 20))\nimport time\ntime.sleep(0.1)",
-    "scratch_files": "for i in range(60): open(f'n{i}', 'w').close()\nimport time\ntime.sleep(0.1)",
-    "descriptors": "held = [open('/dev/null') for _ in range(40)]",
-    "threads": "import threading, time\nfor _ in range(8): threading.Thread(target=time.sleep, args=(0.1,)).start()",
-    "processes": "import os\npid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0)",
-    "output_kb": "print('x' * 3000)",
-    "output_kill_mb": "print('x' * (3 << 20))",
-    "cpus": "import os\nprint(len(os.sched_getaffinity(0)))",
-    "preload": "import sys\nif 0: import numpy\nprint('colorsys' in sys.modules)",
-    "interpreter": "import sys\nprint(sys.executable)",
-    "read_paths": "print(open({readable!r}).read())",
-    "uid_base": "import os\nprint(os.getuid() > 65000)",
+AFTERWARDS = "import time\ntime.sleep(0.1)"
+PROBES: dict[str, tuple[Any, str]] = {
+    "memory_mb": (64, "import mmap\nmmap.mmap(-1, 200 << 20).close()"),
+    "file_mb": (1, "f = open('f', 'wb')\nf.seek(20 << 20)\nf.write(b'x')\nf.close()"),
+    "scratch_mb": (1, f"for i in range(3): open(f's{{i}}', 'wb').write(bytes(1 << 20))\n{AFTERWARDS}"),
+    "scratch_files": (20, f"for i in range(60): open(f'n{{i}}', 'w').close()\n{AFTERWARDS}"),
+    "descriptors": (32, "held = [open('/dev/null') for _ in range(40)]"),
+    "threads": (
+        4,
+        "import threading\nfor _ in range(8): threading.Thread(target=threading.Event().wait, args=(0.1,)).start()",
+    ),
+    "processes": (4, "import os\npid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0)"),
+    "output_kb": (1, "print('x' * 3000)"),
+    "output_kill_mb": (1, "print('x' * (3 << 20))"),
+    "cpus": (str(min(os.sched_getaffinity(0))), "import os\nprint(len(os.sched_getaffinity(0)))"),
+    "preload": (("colorsys",), "import sys\nif 0: import numpy\nprint('colorsys' in sys.modules)"),
+    "interpreter": ("{files}/python", "import sys\nprint(sys.executable)"),
+    "read_paths": (("{files}/held_out.jsonl",), f"print(open({str(files() / 'held_out.jsonl')!r}).read())"),
+    "uid_base": (66000, "import os\nprint(os.getuid() > 65000)"),
+    "bare_root": (True, ""),
+    "share_results": (True, ""),
+    "scratch_dir": ("{files}/scratch", ""),
+    "workers": (2, ""),
+    "sessions": (1, ""),
 }
-"""Programs that reach one limit each, or show what one setting did to their process."""
-LATE = {"wall_s": "import time\ntime.sleep(0.5)", "cpu_s": "n = 0\nwhile n < 4e6: n += 1"}
-"""Programs that take time."""
-ONE = {
-    "tools.workers": 1,
-    "tools.roots": 1,
-    "tools.preload": (),
-    "tools.bare_root": False,
-    "tools.min_level": "L0",
-    "tools.cpu_s": 5.0,
-}
+"""Setting -> another value, and a program that reaches the limit, or shows what the setting did to its process."""
+LATE = {"wall_s": (0.25, "import time\ntime.sleep(0.5)"), "cpu_s": (0.02, "n = 0\nwhile n < 4e6: n += 1")}
+"""Those whose programs take time."""
+ONE = {f"tools.{name}": value for name, value in {"workers": 1, "roots": 1, "preload": (), "bare_root": False}.items()}
+ONE |= {"tools.min_level": "L0", "tools.cpu_s": 5.0}
 
 
 @functools.cache
-def ran(config: Config, attempt: int, late: bool) -> dict[str, Any]:
+def ran(config: Config, late: bool) -> dict[str, Any]:
     """The outcome of each program in an executor of this configuration."""
-    del attempt
     folder = files() / "scratch"
     folder.mkdir(exist_ok=True)
-    readable = files() / "readable.txt"
-    readable.write_text("words")
-    texts = LATE if late else PROBES
-    calls = [program(name, text.replace("{readable!r}", repr(str(readable)))) for name, text in texts.items()]
+    calls = [program(name, text) for name, (_, text) in (LATE if late else PROBES).items()]
     with make_executor(config.tools) as executor:
         results = executor.run(calls)
         numbers = executor.stats()
@@ -95,68 +93,39 @@ def summary(result: ToolResult) -> tuple:
     return result.kind, result.error_type, result.limit_hit, len(result.stdout), result.stdout[:40]
 
 
-class Probe:
-    """An observer: the outcome of one program, in an executor that runs those of the other observers too."""
+def probed(programs: dict[str, tuple[Any, str]]) -> dict[str, Case]:
+    """One case per setting. By default all settings are changed together, since each program reaches one limit only,
+    and an executor takes seconds to start."""
+    together = {f"tools.{name}": value for name, (value, _) in programs.items()}
 
-    def __init__(self, name: str):
-        self.name = name
-        self.looks: Counter[Config] = Counter()
+    def observer(name: str) -> Observer:
+        return lambda config: ran(config, programs is LATE)[name]
 
-    def __call__(self, config: Config) -> Any:
-        self.looks[config] += 1  # to look twice is to start two executors
-        return ran(config, self.looks[config], self.name in LATE)[self.name]
-
-
-def alone(values: dict[str, Any]) -> dict[str, Case]:
-    """One case per setting. By default all settings are changed together, since each program reaches one limit only."""
-    together = {f"tools.{name}": value for name, value in values.items()}
     return {
-        f"tools.{name}": Case(Probe(name), value, ONE, together, partial(unfit, name)) for name, value in values.items()
+        f"tools.{name}": Case(observer(name), value, ONE, together, partial(unfit, name))
+        for name, (value, _) in programs.items()
     }
 
 
 def unfit(name: str) -> str:
     """Why a setting of isolation has no effect on this host; empty if it has one."""
-    level = ran(made(ONE), 1, False)["level"]
+    level = ran(made(ONE), False)["level"]
     if (name == "uid_base" and level != "L4") or (name == "read_paths" and level < "L2"):
         return f"isolation level {level}"
     return "one core" if name == "cpus" and len(os.sched_getaffinity(0)) == 1 else ""
 
 
-TINY = {
-    "memory_mb": 64,
-    "file_mb": 1,
-    "scratch_mb": 1,
-    "scratch_files": 20,
-    "descriptors": 32,
-    "threads": 4,
-    "processes": 4,
-    "output_kb": 1,
-    "output_kill_mb": 1,
-    "cpus": str(min(os.sched_getaffinity(0))),
-    "preload": ("colorsys",),
-    "interpreter": "{files}/python",
-    "read_paths": ("{files}/readable.txt",),
-    "uid_base": 66000,
-    "bare_root": True,
-    "share_results": True,
-    "scratch_dir": "{files}/scratch",
-    "workers": 2,
-    "sessions": 1,
-}
-EXECUTOR = alone(TINY) | alone({"wall_s": 0.25, "cpu_s": 0.02})
+EXECUTOR = probed(PROBES) | probed(LATE)
 
 
 def started(config: Config) -> str:
     """Whether the executor is ready in time."""
-    executor = make_executor(config.tools)
-    try:
-        executor.start()
-        return "ready"
-    except ExecutorFailed as error:
-        return f"failed: {error}"
-    finally:
-        executor.close()
+    with contextlib.closing(make_executor(config.tools)) as executor:
+        try:
+            executor.start()
+        except ExecutorFailed as error:
+            return f"failed: {error}"
+    return "ready"
 
 
 # ---- what its processes decide -------------------------------------------------------------------------------------
@@ -238,18 +207,7 @@ def bounded(config: Config) -> Any:
 
 
 class Trial:
-    """Fails at its first reset, and is slow at its first turn; `seen` counts what was made."""
-
-    seen: ClassVar[list[str]] = []
-
-    def reset(self) -> None:
-        self.seen.append("reset")
-        if len(self.seen) == 1:
-            raise ConnectionError("later")
-
-    def look(self) -> None:
-        """Looks."""
-        time.sleep(0.2)
+    """An environment that pays."""
 
     def get_reward(self) -> float:
         return 1.0
@@ -259,41 +217,13 @@ class Trial2(Trial):
     """Another class."""
 
 
-class Careless(Environment):
-    """Reads a number from a turn that has none."""
-
-    def step(self, turn: Turn) -> None:
-        int(turn.text)
-
-
-def blamed_of(config: Config) -> Any:
-    """Whose fault it is that an environment cannot read what the policy said."""
-    episodes = make_episodes(config, Registry())
-    episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])
-    answer = episodes.play("a", Turn(0, 1, "no number"), ())
-    while answer is None:
-        answer = dict(episodes.poll(60.0)).get("a")
-    episodes.close()
-    return answer.failure.by_policy
-
-
 def environments_of(config: Config) -> Any:
-    """What a reset, a call and the end of an episode come to, and where it was held."""
-    Trial.seen.clear()
-    if not (classes := find_environments(config)):
-        return None
-    if not isinstance(config.environment.host, HostThreads):
-        host = hosts.make_host(config.environment.host, None, process=Replaced, actor=Replaced)
-        return [worker.given for worker in host.workers]
-    episodes = make_episodes(config, Registry())
-    opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
-    outcomes = [opened.retries, opened.failure and opened.failure.text]
-    if opened.failure is None:
-        episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
-        while episodes.awaits("a"):
-            outcomes += [answer.late for _, answer in episodes.poll(60.0)]
-    episodes.close()
-    return [kind.__name__ for kind in classes], outcomes
+    """The classes of the environments, or what the hosts that hold them are started with."""
+    classes = find_environments(config)
+    if not classes or isinstance(config.environment.host, HostThreads):
+        return [kind.__name__ for kind in classes]
+    host = hosts.make_host(config.environment.host, None, process=Replaced, actor=Replaced)
+    return [worker.given for worker in host.workers]
 
 
 class Replaced:
@@ -360,8 +290,7 @@ SEEN = (
     only(agents_of, "environment", AGENT, trained=("planner",), address="localhost"),
     only(agents_of, "environment", FUNCTION, function="tests.serving.agent_functions:quiet"),
     Seen(environments_of, (), {}, {"environment": f"{HERE}Trial"}),
-    only(blamed_of, "environment", OWN | environment("class", path=f"{HERE}Careless"), on_failure="drop"),
-    only(environments_of, "environment", OWN, path=f"{HERE}Trial2", timeout_s=0.05, retries=0, host="processes"),
+    only(environments_of, "environment", OWN, path=f"{HERE}Trial2", host="processes"),
     seen(environments_of, "environment.host.workers", OWN | {"environment.host": "processes"}),
     seen(environments_of, "environment.host.cpus", OWN | {"environment.host": "ray"}),
     only(environments_of, "environment", BY_ROW, classes=(f"a={HERE}Trial2",)),

@@ -20,11 +20,13 @@ def deployment(
     return planning.deployment_of(config, parse_topology(topology, environ or {}), shape, True, 0.0)
 
 
+SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
+
+
 @pytest.fixture
 def platform_kept() -> Iterator[None]:
-    """Puts back what a plan sets in JAX."""
-    names = ("jax_platforms", "jax_enable_compilation_cache")
-    before = {name: getattr(jax.config, name) for name in names}
+    """Puts back what a plan, or a command that keeps its programs, sets in JAX."""
+    before = {name: getattr(jax.config, name) for name in ("jax_platforms", *SETTINGS)}
     yield
     for name, value in before.items():
         jax.config.update(name, value)

@@ -7,13 +7,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 
 
-def two_call_chat() -> ChatFormat:
-    return make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig()))
+@pytest.fixture(scope="session")
+def chat() -> ChatFormat:
+    """A chat whose turns have several calls."""
+    return make_chat(TextConfig(max_calls_per_turn=4), load_tokenizer(TextConfig()))
 
 
 def call(name: str, arguments: str = "{}") -> str:

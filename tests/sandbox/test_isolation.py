@@ -1,34 +1,37 @@
-"""The probe on hosts of several kinds, each imitated by a filter with the same denials; refused and weaker levels."""
+"""The probe on hosts of several kinds, each imitated by a filter with the same denials; weaker levels; cgroups."""
 
+import errno
 import os
+import re
+import signal
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.sandbox import _landlock, _probing, _seccomp, isolation
+from grpo_roc_jax.commands.probe import cgroup_verdict
+from grpo_roc_jax.sandbox import _landlock, _probing, _seccomp, cgroup, isolation
+from grpo_roc_jax.tools import IsolationUnavailable, ToolsConfig, make_executor
+from grpo_roc_jax.tools.config import PoolInCgroup
+from tests.helpers.arena import program_call
 
 FILTER = """
-import os, struct, sys
+import os, socket, sys
 sys.path.insert(0, {cwd!r})
-from grpo_roc_jax.sandbox import _kernel
-from grpo_roc_jax.sandbox import _seccomp
+from grpo_roc_jax.sandbox import _kernel, _probing, _seccomp, isolation
+from grpo_roc_jax.tools import *
 
 def deny(numbers, code):
     op = _seccomp.op
-    program = [op(_seccomp.LD, 0)]
-    for number in numbers:
-        program += [op(_seccomp.JEQ, number, 0, 1), op(_seccomp.RET, _seccomp.ERRNO | code)]
-    program.append(op(_seccomp.RET, _seccomp.ALLOW))
+    denied = [(op(_seccomp.JEQ, n, 0, 1), op(_seccomp.RET, _seccomp.ERRNO | code)) for n in numbers]
+    program = [op(_seccomp.LD, 0), *sum(denied, ()), op(_seccomp.RET, _seccomp.ALLOW)]
     _kernel.prctl("prctl", _kernel.PR_SET_NO_NEW_PRIVS, 1)
     _seccomp.Filter(b"".join(program)).install(os.getpid())
-
-UNSHARE, MOUNT, SETNS, PIVOT, MOUNT_SETATTR, SECCOMP = 272, 165, 308, 155, 442, 317
-LANDLOCK = (444, 445, 446)
 """
 RUN = """
-from grpo_roc_jax.tools import *
+print("available", *_probing.probe_host().available)
 executor = make_executor(ToolsConfig(workers=1, preload=(), {settings}))
 try:
     executor.start()
@@ -46,56 +49,32 @@ executor.close()
 
 
 def under(denials: str, script: str) -> str:
+    if "L3" not in _probing.probe_host().available:
+        pytest.skip("this host is itself too restricted to imitate others")
     code = FILTER.format(cwd=os.getcwd()) + denials + script
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.fixture(scope="module", autouse=True)
-def needs_everything() -> None:
-    if "L3" not in _probing.probe_host().available:
-        pytest.skip("this host is itself too restricted to imitate others")
-
-
-CONTAINER = "deny((UNSHARE, MOUNT, SETNS, PIVOT, MOUNT_SETATTR), 1)\n"
-OLD_KERNEL = "deny(LANDLOCK, 38)\n"
-NO_SECCOMP = "deny((SECCOMP,), 1)\n"
+CONTAINER = "deny((272, 165, 308, 155, 442), 1)\n"  # unshare, mount, setns, pivot_root, mount_setattr
+OLD_KERNEL = "deny((444, 445, 446), 38)\n"  # landlock
 
 
 @pytest.mark.parametrize(
-    ("denials", "levels"),
+    ("denials", "settings", "output"),
     [
-        (CONTAINER, ("L0", "L1", "L2")),
-        ("deny((MOUNT,), 13)\n", ("L0", "L1", "L2")),
-        (CONTAINER + OLD_KERNEL, ("L0", "L1")),
-        (NO_SECCOMP, ("L0",)),
+        (CONTAINER, "", "available L0 L1 L2\nL2 ok ok exception ok 1 L2\n"),
+        (CONTAINER, "level='L3'", "available L0 L1 L2\nrefused"),
+        ("deny((165,), 13)\n", "", "available L0 L1 L2\nL2 ok"),
+        (CONTAINER + OLD_KERNEL, "", "available L0 L1\nrefused True True"),
+        (CONTAINER + OLD_KERNEL, "min_level='L1'", "available L0 L1\nL1 ok"),
+        (OLD_KERNEL, "", r"available .*L3.*\nL[34] ok .*\nmissing\|landlock"),
+        ("deny((317,), 1)\n", "", "available L0\nrefused True True"),  # seccomp
     ],
 )
-def test_probe_distinguishes_hosts(denials: str, levels: tuple[str, ...]) -> None:
-    script = "from grpo_roc_jax.sandbox._probing import probe_host\nprint(*probe_host().available)\n"
-    assert tuple(under(denials, script).split()) == levels
-
-
-def test_without_landlock_namespaces_still_reach_l3_and_say_what_is_missing() -> None:
-    answer = under(OLD_KERNEL, RUN.format(settings=""))
-    assert answer.split()[0] in ("L3", "L4")
-    assert "missing|landlock" in answer
-
-
-def test_a_container_runs_at_l2() -> None:
-    answer = under(CONTAINER, RUN.format(settings=""))
-    assert answer.splitlines()[0] == "L2 ok ok exception ok 1 L2"
-
-
-def test_below_the_minimum_is_refused_unless_lowered() -> None:
-    assert under(CONTAINER + OLD_KERNEL, RUN.format(settings="")).split() == ["refused", "True", "True"]
-    lowered = under(CONTAINER + OLD_KERNEL, RUN.format(settings="min_level='L1'"))
-    assert lowered.splitlines()[0].startswith("L1 ok")
-
-
-def test_a_level_that_the_host_lacks_is_refused() -> None:
-    assert under(CONTAINER, RUN.format(settings="level='L3'")).split()[0] == "refused"
+def test_probe_distinguishes_hosts_and_what_they_lack_is_refused_unless_lowered(denials, settings, output) -> None:
+    assert re.match(output, answer := under(denials, RUN.format(settings=settings))), answer
 
 
 def outcome(program: bytes, number: int, *arguments: int, arch: int = _seccomp.AUDIT_ARCH_X86_64) -> str:
@@ -117,104 +96,53 @@ def outcome(program: bytes, number: int, *arguments: int, arch: int = _seccomp.A
             position += yes if tests[code] else no
 
 
+OPTIONS = {"own_pid_namespace": False, "truncate": False, "channel": 7}
 FORK, THREAD, MARK = _seccomp.FORK_FLAGS, 0x3D0F00, _seccomp.PID_MARK
-GOLDEN = [  # call, its arguments, what programs get, what they get where several processes are allowed
-    ("read", (0,), "allow", "allow"),
-    ("process_vm_readv", (310,), "errno 1", "errno 1"),
-    ("process_vm_writev", (311,), "errno 1", "errno 1"),
-    ("ptrace", (101,), "errno 1", "errno 1"),
-    ("socket", (41, 2, 1), "errno 1", "errno 1"),
-    ("connect", (42,), "errno 1", "errno 1"),
-    ("sendto", (44,), "allow", "allow"),
-    ("sendmsg on its channel", (46, 7), "allow", "allow"),
-    ("sendmsg elsewhere", (46, 8), "errno 1", "errno 1"),
-    ("socketpair of streams", (53, 1, 1 | 0o2000000), "allow", "allow"),
-    ("socketpair of packets", (53, 1, 5), "allow", "allow"),
-    ("socketpair of datagrams", (53, 1, 2), "errno 1", "errno 1"),
-    ("socketpair of the internet", (53, 2, 1), "errno 1", "errno 1"),
-    ("fork", (56, FORK), "notify", "allow"),
-    ("vfork by clone", (56, 0x4111), "errno 1", "allow"),
-    ("a thread", (56, THREAD), "allow", "allow"),
-    ("a thread of musl", (56, THREAD | 0x400000), "allow", "allow"),
-    ("a thread with descriptors of its own", (56, THREAD & ~0x400), "errno 1", "errno 1"),
-    ("a process that shares memory", (56, 0x10900), "errno 1", "errno 1"),
-    ("a thread with a parent of its own", (56, THREAD | 0x8000), "errno 1", "errno 1"),
-    ("close_range", (436, 3, 9, 0), "allow", "allow"),
-    ("close_range that marks", (436, 3, 9, 4), "allow", "allow"),
-    ("close_range that unshares", (436, 3, 9, 2), "errno 1", "errno 1"),
-    ("close_range that unshares and marks", (436, 3, 9, 6), "errno 1", "errno 1"),
-    ("a namespace", (56, FORK | 0x10000000), "errno 1", "errno 1"),
-    ("vfork", (58,), "errno 1", "allow"),
-    ("execve", (59,), "errno 1", "allow"),
-    ("kill itself", (62, MARK, 9), "allow", "allow"),
-    ("kill another", (62, 1, 9), "errno 1", "errno 1"),
-    ("fcntl F_SETOWN", (72, 3, 8), "errno 1", "errno 1"),
-    ("fcntl F_SETOWN and more", (72, 3, 8 | 1 << 32), "errno 1", "errno 1"),
-    ("fcntl F_SETSIG", (72, 3, 10), "errno 1", "errno 1"),
-    ("fcntl F_SETOWN_EX", (72, 3, 15), "errno 1", "errno 1"),
-    ("fcntl F_SETLEASE", (72, 3, 1024), "errno 1", "errno 1"),
-    ("fcntl F_GETFD", (72, 3, 1), "allow", "allow"),
-    ("fcntl F_NOTIFY", (72, 3, 1026), "errno 1", "errno 1"),
-    ("fcntl F_SETPIPE_SZ", (72, 3, 1031), "errno 1", "errno 1"),
-    ("fcntl F_ADD_SEALS", (72, 3, 1033), "errno 1", "errno 1"),
-    ("fcntl F_SET_RW_HINT", (72, 3, 1036), "errno 1", "errno 1"),
-    ("fcntl of the future", (72, 3, 1040), "errno 1", "errno 1"),
-    ("fcntl F_SETFL to append", (72, 3, 4, 0o2000), "allow", "allow"),
-    ("fcntl F_SETFL O_DIRECT", (72, 3, 4, 0o42000), "errno 22", "errno 22"),
-    ("fcntl F_GETLK", (72, 3, 5), "allow", "allow"),
-    ("fcntl F_SETLK", (72, 3, 6), "errno 0", "allow"),
-    ("fcntl F_OFD_SETLKW", (72, 3, 38), "errno 0", "allow"),
-    ("flock", (73, 3, 2), "errno 0", "allow"),
-    ("open to read", (2, 0, 0), "allow", "allow"),
-    ("openat to write", (257, 0, 0, 0o1), "errno 13", "allow"),
-    ("openat to read and truncate", (257, 0, 0, 0o1000), "errno 13", "errno 13"),
-    ("open to write, waiting for the disk", (2, 0, 0o4010001), "errno 22", "errno 22"),
-    ("openat O_DIRECT", (257, 0, 0, 0o40000), "errno 22", "errno 22"),
-    ("fsync", (74, 3), "errno 0", "errno 0"),
-    ("fdatasync", (75, 3), "errno 0", "errno 0"),
-    ("sync", (162,), "errno 1", "errno 1"),
-    ("syncfs", (306, 3), "errno 1", "errno 1"),
-    ("sync_file_range", (277, 3), "errno 1", "errno 1"),
-    ("posix_fadvise", (221, 3, 0, 0, 4), "errno 0", "errno 0"),
-    ("msync MS_SYNC", (26, 0, 0, 4), "errno 0", "errno 0"),
-    ("msync MS_ASYNC", (26, 0, 0, 1), "allow", "allow"),
-    ("pwritev2, which may wait for the disk", (328, 3), "errno 1", "errno 1"),
-    ("fallocate", (285, 3, 1, 0, 4096), "errno 95", "errno 95"),
-    ("mkdir", (83, 0, 0o700), "errno 13", "allow"),
-    ("mkdir that nobody can read", (83, 0, 0o300), "errno 13", "errno 1"),
-    ("mkdirat that nobody can enter", (258, 3, 0, 0o677), "errno 13", "errno 1"),
-    ("umask", (95, 0o077), "allow", "allow"),
-    ("umask that hides directories", (95, 0o400), "errno 0", "errno 0"),
-    ("unlink", (87,), "errno 13", "allow"),
-    ("truncate", (76,), "errno 13", "errno 1"),
-    ("chmod", (90,), "errno 0", "errno 0"),
-    ("utimensat", (280,), "errno 0", "errno 0"),
-    ("getxattr", (191,), "errno 95", "errno 95"),
-    ("terminal ioctl", (16, 0, 0x5401), "errno 25", "errno 25"),
-    ("prctl PR_SET_NAME", (157, 15), "allow", "allow"),
-    ("prctl PR_SET_DUMPABLE", (157, 4), "errno 1", "errno 1"),
-    ("prlimit of another", (302, 1), "errno 1", "errno 1"),
-    ("mount", (165,), "errno 1", "errno 1"),
-    ("unshare", (272,), "errno 1", "errno 1"),
-    ("bpf", (321,), "errno 1", "errno 1"),
-    ("io_uring_setup", (425,), "errno 38", "errno 38"),
-    ("clone3", (435,), "errno 38", "errno 38"),
-    ("an x32 call", (0x40000000,), "errno 38", "errno 38"),
+GOLDEN = [  # what programs get, what they get where several processes are allowed, calls with their arguments
+    ("errno 1", "errno 1", {n: (n,) for n in (310, 311, 101, 42)}),  # process_vm_readv, -writev, ptrace, connect
+    ("errno 1", "errno 1", {n: (n,) for n in (165, 272, 321)}),  # mount, unshare, bpf
+    ("errno 1", "errno 1", {n: (n,) for n in (162, 306, 277, 328)}),  # sync, syncfs, sync_file_range, pwritev2
+    ("errno 1", "errno 1", {n: (72, 3, n) for n in (8, 8 | 1 << 32, 10, 15)}),  # F_SETOWN, SETSIG, SETOWN_EX
+    ("errno 1", "errno 1", {n: (72, 3, n) for n in (1024, 1026, 1031)}),  # F_SETLEASE, NOTIFY, SETPIPE_SZ
+    ("errno 1", "errno 1", {n: (72, 3, n) for n in (1033, 1036, 1040)}),  # F_ADD_SEALS, SET_RW_HINT, of the future
+    ("errno 38", "errno 38", {n: (n,) for n in (425, 435, 0x40000000)}),  # io_uring_setup, clone3, x32
+    ("allow", "allow", {"fcntl F_SETFL to append": (72, 3, 4, 0o2000), "socketpair streams": (53, 1, 1 | 0o2000000)}),
+    ("allow", "allow", {"thread of musl": (56, THREAD | 0x400000), "close_range CLOEXEC": (436, 3, 9, 4)}),
+    ("allow", "allow", {"sendmsg on its channel": (46, 7), "socketpair packets": (53, 1, 5), "thread": (56, THREAD)}),
+    ("allow", "allow", {"msync MS_ASYNC": (26, 0, 0, 1), "prctl PR_SET_NAME": (157, 15), "kill itself": (62, MARK, 9)}),
+    ("allow", "allow", {"close_range": (436, 3, 9, 0), "fcntl F_GETFD": (72, 3, 1), "fcntl F_GETLK": (72, 3, 5)}),
+    ("allow", "allow", {"open to read": (2, 0, 0), "umask": (95, 0o077), "sendto": (44,), "read": (0,)}),
+    ("errno 1", "errno 1", {"thread with own descriptors": (56, THREAD & ~0x400), "socketpair datagrams": (53, 1, 2)}),
+    ("errno 1", "errno 1", {"thread with own parent": (56, THREAD | 0x8000), "process sharing memory": (56, 0x10900)}),
+    ("errno 1", "errno 1", {"close_range UNSHARE|CLOEXEC": (436, 3, 9, 6), "a namespace": (56, FORK | 0x10000000)}),
+    ("errno 1", "errno 1", {"close_range UNSHARE": (436, 3, 9, 2), "socketpair internet": (53, 2, 1)}),
+    ("errno 1", "errno 1", {"prctl PR_SET_DUMPABLE": (157, 4), "prlimit of another": (302, 1), "socket": (41, 2, 1)}),
+    ("errno 1", "errno 1", {"sendmsg elsewhere": (46, 8), "kill another": (62, 1, 9)}),
+    ("notify", "allow", {"fork": (56, FORK)}),
+    ("errno 1", "allow", {"vfork by clone": (56, 0x4111), "execve": (59,), "vfork": (58,)}),
+    ("errno 22", "errno 22", {"fcntl F_SETFL O_DIRECT": (72, 3, 4, 0o42000), "openat O_DIRECT": (257, 0, 0, 0o40000)}),
+    ("errno 22", "errno 22", {"open O_SYNC to write": (2, 0, 0o4010001)}),
+    ("errno 0", "allow", {"fcntl F_OFD_SETLKW": (72, 3, 38), "fcntl F_SETLK": (72, 3, 6), "flock": (73, 3, 2)}),
+    ("errno 13", "allow", {"openat to write": (257, 0, 0, 0o1), "mkdir": (83, 0, 0o700), "unlink": (87,)}),
+    ("errno 13", "errno 13", {"openat to read and truncate": (257, 0, 0, 0o1000)}),
+    ("errno 0", "errno 0", {"umask hiding directories": (95, 0o400), "posix_fadvise": (221, 3, 0, 0, 4)}),
+    ("errno 0", "errno 0", {"msync MS_SYNC": (26, 0, 0, 4), "fdatasync": (75, 3), "utimensat": (280,), "chmod": (90,)}),
+    ("errno 0", "errno 0", {"fsync": (74, 3)}),
+    ("errno 95", "errno 95", {"fallocate": (285, 3, 1, 0, 4096), "getxattr": (191,)}),
+    ("errno 13", "errno 1", {"mkdirat not to enter": (258, 3, 0, 0o677), "mkdir unreadable": (83, 0, 0o300)}),
+    ("errno 13", "errno 1", {"truncate": (76,)}),
+    ("errno 25", "errno 25", {"terminal ioctl": (16, 0, 0x5401)}),
 ]
 
 
 def test_the_filter_answers_as_the_golden_table_says() -> None:
     """Other layers would hide a hole at the strongest level, so the program itself is run."""
-    options = {"own_pid_namespace": False, "truncate": False, "channel": 7}
-    strict = _seccomp.build(False, "notify", **options)
-    several = _seccomp.build(True, "allow", **options)
-    rows = [(name, call, outcome(strict, *call), outcome(several, *call)) for name, call, _, _ in GOLDEN]
-    assert rows == GOLDEN
+    strict, several = (_seccomp.build(*kind, **OPTIONS) for kind in ((False, "notify"), (True, "allow")))
+    for answer, where_several, calls in GOLDEN:
+        for name, call in calls.items():
+            assert (outcome(strict, *call), outcome(several, *call)) == (answer, where_several), name
     assert outcome(strict, 0, arch=0x40000003) == "errno 1", "a 32-bit call"
-
-
-def test_files_are_opened_for_writing_from_the_second_level_on_and_locked_at_none() -> None:
-    """There landlock or mounts say which; at the first level nothing would."""
+    # What is opened for writing, landlock or mounts say from the second level on; at the first one nothing would.
     for level, answer in (("L1", "errno 13"), ("L2", "allow"), ("L3", "allow")):
         program = isolation.make_filter(_probing.probe_plan(level, landlock=3), session=False).program
         assert outcome(program, 257, 0, 0, 0o1) == answer, level
@@ -222,8 +150,6 @@ def test_files_are_opened_for_writing_from_the_second_level_on_and_locked_at_non
 
 
 CONTAINED = """
-import socket
-from grpo_roc_jax.sandbox import isolation
 print(*isolation.contain(4096))
 try:
     socket.socket()
@@ -232,28 +158,114 @@ except PermissionError as error:
 """
 
 
-def test_a_contained_process_is_filtered() -> None:
+def test_the_verdict_about_landlock_says_what_the_filter_does_and_a_contained_process_is_filtered() -> None:
+    """Only the newest versions of landlock stop signals by themselves, which `fcntl` lets the kernel send."""
+    oldest, newest, probe = _landlock.verdict(1), _landlock.verdict(6), _probing.probe_host("aarch64")
+    assert "filter alone stops signals" in oldest and "truncating by path is denied" in oldest
+    assert "filter alone" not in newest
+    assert probe.available == ("L0",) and "aarch64" in probe.table(), "unknown machines get no filter"
+    filled = _seccomp.Filter(_seccomp.build(False, "deny", **OPTIONS))
+    filled.write_pid(1234)
+    assert [outcome(filled.program, 62, pid, 9) for pid in (1234, 1235, MARK)] == ["allow", "errno 1", "errno 1"]
+    assert outcome(filled.program, 302, 1234) == "allow", "it may signal itself and no other"
     layers, denied = under("", CONTAINED).splitlines()
     assert layers.split()[:2] == ["limits", "seccomp"] and denied == "Operation not permitted"
 
 
-def test_a_process_may_signal_itself_and_no_other() -> None:
-    options = {"own_pid_namespace": False, "truncate": False, "channel": 7}
-    filled = _seccomp.Filter(_seccomp.build(False, "deny", **options))
-    filled.write_pid(1234)
-    program = filled.program
-    assert [outcome(program, 62, pid, 9) for pid in (1234, 1235, MARK)] == ["allow", "errno 1", "errno 1"]
-    assert outcome(program, 302, 1234) == "allow"
+FILES = ("cgroup.procs", "memory.max", "memory.swap.max", "pids.max")
+ONE_WORKER = {"workers": 1, "roots": 1, "preload": (), "bare_root": False}
 
 
-def test_the_verdict_about_landlock_says_what_the_filter_does_in_its_place() -> None:
-    """Only its newest versions stop signals by themselves, which `fcntl` lets the kernel send."""
-    oldest, newest = _landlock.verdict(1), _landlock.verdict(6)
-    assert "filter alone stops signals" in oldest and "truncating by path is denied" in oldest
-    assert "filter alone" not in newest
+@pytest.fixture
+def tree(tmp_path, monkeypatch) -> Path:
+    """A group with the controllers of cgroups; the kernel makes the files of groups below it, and removes them."""
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
+    (tmp_path / "cgroup.subtree_control").write_text("cpu\n")
+    make, remove = os.mkdir, os.rmdir
+
+    def mkdir(path: str, mode: int = 0o777) -> None:
+        make(path, mode)
+        for name in FILES if Path(path).parent == tmp_path else ():
+            (Path(path) / name).touch()
+
+    def rmdir(path: str) -> None:
+        if Path(path).parent == tmp_path:
+            members = (Path(path) / "cgroup.procs").read_text()
+            if members and os.path.exists(f"/proc/{members}"):
+                raise OSError(errno.EBUSY, "busy")
+            for file in Path(path).iterdir():
+                file.unlink()
+        remove(path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    return tmp_path
 
 
-def test_unknown_machines_get_no_filter() -> None:
-    probe = _probing.probe_host("aarch64")
-    assert probe.available == ("L0",)
-    assert "aarch64" in probe.table()
+def groups(tree) -> list[Path]:
+    return sorted(tree.glob("grpo-tools-*"))
+
+
+def test_the_executor_runs_in_its_group_which_ends_with_it(tree) -> None:
+    for pid in (os.getppid(), 2**22 + 1):  # a trainer that runs, and one that was killed
+        (tree / f"grpo-tools-{pid}-old").mkdir()
+    pool = PoolInCgroup(memory_mb=700, processes=90, parent=str(tree))
+    with make_executor(ToolsConfig(executor=pool, **ONE_WORKER)) as executor:
+        other, group = sorted(groups(tree), key=lambda path: path.name.endswith("old"), reverse=True)
+        assert other.name == f"grpo-tools-{os.getppid()}-old"
+        assert [(group / name).read_text() for name in FILES] == [str(executor.pid), str(700 << 20), "0", "90"]
+        assert (tree / "cgroup.subtree_control").read_text() == "+memory +pids"
+        assert executor.capabilities.layers[-1] == "cgroup"
+        os.kill(executor.pid, signal.SIGKILL)
+        assert executor.run([program_call("1")])[0].ok
+        assert not group.exists()
+        [second] = set(groups(tree)) - {other}
+        assert (second / "cgroup.procs").read_text() == str(executor.pid)
+    assert groups(tree) == [other]
+
+
+def test_a_host_without_cgroups_is_an_error_that_says_what_to_do(tree) -> None:
+    def refused(fault: str) -> None:
+        with pytest.raises(IsolationUnavailable, match=f"no cgroup can be made here .*{fault}") as caught:
+            make_executor(ToolsConfig(executor=PoolInCgroup(parent=str(tree)), **ONE_WORKER)).start()
+        assert "remedy: run where" in str(caught.value) and groups(tree) == []
+
+    (tree / "cgroup.subtree_control").unlink()
+    (tree / "cgroup.subtree_control").mkdir()
+    refused("cgroup.subtree_control: ")
+    (tree / "cgroup.controllers").write_text("cpu pids")
+    refused("no controller memory here")
+    (tree / "cgroup.controllers").unlink()
+    refused("cgroup.controllers: No such file")
+
+
+def test_a_process_that_may_not_enter_ends(tree, monkeypatch) -> None:
+    entering: list[int] = []
+
+    def add(group: cgroup.Cgroup, pid: int) -> None:
+        entering.append(pid)
+        raise PermissionError(errno.EACCES, "denied")
+
+    limits = PoolInCgroup(parent=str(tree))
+    assert cgroup_verdict(limits) == (True, f"memory.max and pids.max below {tree}")
+    monkeypatch.setattr(cgroup.Cgroup, "add", add)
+    assert cgroup_verdict(limits) == (False, f"no process may enter a cgroup below {tree} ([Errno 13] denied)")
+    with pytest.raises(IsolationUnavailable, match=r"may not enter its cgroup: .* denied"):
+        make_executor(ToolsConfig(executor=limits, **ONE_WORKER)).start()
+    assert groups(tree) == [] and not os.path.exists(f"/proc/{entering[0]}")
+
+
+def test_the_groups_to_try_are_found(tmp_path) -> None:
+    for mount, name, expected in (
+        ("1 2 0:3 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "0::/a/b", ["/sys/fs/cgroup/a/b", "/sys/fs/cgroup/a"]),
+        ("1 2 0:3 /a /grp rw - cgroup2 none rw", "1:name=systemd:/x\n0::/a/b", ["/grp/b", "/grp"]),
+        ("1 2 0:3 / /sys/fs/cgroup/unified rw - cgroup2 none rw", "0::/", ["/sys/fs/cgroup/unified"]),
+        ("", "0::/", None),
+    ):
+        (tmp_path / "mountinfo").write_text(f"9 2 0:9 / /sys/fs/cgroup rw - tmpfs none rw\n{mount}\n")
+        (tmp_path / "cgroup").write_text(name + "\n")
+        if expected is None:
+            with pytest.raises(FileNotFoundError, match="version 2"):
+                cgroup.own_groups(tmp_path)
+        else:
+            assert list(map(str, cgroup.own_groups(tmp_path))) == expected

@@ -1,64 +1,39 @@
 """Live sessions: state is kept, cells are transactional, sessions never meet."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from grpo_roc_jax.sandbox import _probing, _session, _supervisor, isolation
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
-from grpo_roc_jax.types import ToolResult
-from tests.helpers.arena import descendants, wait_until
-
-LEVELS = isolation.LEVELS
-
-
-class Notebook:
-    """One executor and a shorthand for cells."""
-
-    def __init__(self, level: str) -> None:
-        self.number = 0
-        # Seconds of CPU, which other processes on the host do not use up.
-        settings = {"workers": 2, "roots": 1, "wall_s": 30.0, "cpu_s": 0.7, "preload": ("numpy",), "sessions": 4}
-        self.executor = make_executor(ToolsConfig(level=level, min_level="L0", **settings))
-        self.executor.start()
-
-    def cell(self, session: str, code: str, seed: int = 0) -> ToolResult:
-        self.number += 1
-        return self.executor.run([CodeCall(f"n{self.number}", "jupyter_code", {"code": code}, session, seed)])[0]
-
+from grpo_roc_jax.sandbox import _session, _supervisor
+from tests.helpers.arena import alive, descendants, notebook_at, of_proc, spent, stat_of, wait_until
 
 SLOW = [pytest.param(level, marks=pytest.mark.slow) for level in ("L0", "L1", "L3")]
 
 
 @pytest.fixture(scope="module", params=["best", "L2", *SLOW])
-def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
-    available = _probing.probe_host().available
-    if request.param != "best" and request.param not in available:
-        pytest.skip(f"{request.param} cannot be reached here")
-    made = Notebook(request.param)
-    yield made
-    made.executor.close()
+def notebook(request):
+    # Seconds of CPU, which other processes on the host do not use up.
+    yield from notebook_at(request.param, workers=2, wall_s=30.0, cpu_s=0.7, preload=("numpy",), sessions=4)
 
 
+TRACE = '  File "<cell 4>", line 3, in <module>\n    g()\n  File "<cell 3>", line 3, in g\n    return 1 / 0'
 CELLS = {  # cell after cell, and what is seen of its result
-    "keep": [
+    "what is kept": [
         ("from __future__ import annotations\nimport math\nx = 3\ndef f(y: Unknown): return x + y", {}),
-        ("f(4), math.pi > 3", {"kind": "ok", "echo": "(7, True)", "cell": 2, "session_id": "keep"}),
-    ],
-    "exit ends the cell only": [
+        ("f(4), math.pi > 3", {"kind": "ok", "echo": "(7, True)", "cell": 2, "session_id": "what is kept"}),
+        ("x = 1\ndef g():\n    return 1 / 0", {}),
+        ("x = 2\n\ng()", {"kind": "exception", "error_line": 3, "exit_code": None, "traceback": TRACE}),
+        ("x", {"echo": "2"}),
+        ("x =", {"kind": "syntax_error"}),
         ("x = 5\nexit()", {"kind": "ok"}),
         ("import sys\nsys.exit(2)", {"kind": "exception"}),
         ("x", {"echo": "5"}),
-    ],
-    "output stays with its cell": [
         ("import sys, os\nsys.stdout.write('no newline'); os.write(1, b'raw')", {}),
         ("print('second')", {"stdout": "second\n"}),
     ],
@@ -104,7 +79,7 @@ for kind, end in ENDS.items():
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_cells_follow_each_other(notebook: Notebook, name: str) -> None:
+def test_cells_follow_each_other(notebook, name: str) -> None:
     for code, expected in CELLS[name]:
         result = notebook.cell(name, code)
         assert {field: getattr(result, field) for field in expected} == expected, result
@@ -112,22 +87,18 @@ def test_cells_follow_each_other(notebook: Notebook, name: str) -> None:
     notebook.executor.close_session(name)
 
 
-def test_errors_keep_the_state_and_name_the_line_of_the_cell(notebook: Notebook) -> None:
-    notebook.cell("err", "x = 1\ndef g():\n    return 1 / 0")
-    result = notebook.cell("err", "x = 2\n\ng()")
-    assert (result.kind, result.error_line, result.exit_code) == ("exception", 3, None)
-    assert 'File "<cell 1>", line 3, in g' in result.traceback
-    assert notebook.cell("err", "x").echo == "2"
-    assert notebook.cell("err", "x =").kind == "syntax_error"
-
-
-def test_rolling_back_gives_the_very_state_also_of_clock_and_chance(notebook: Notebook) -> None:
+def test_rolling_back_also_of_a_cancelled_cell_gives_the_very_state_of_clock_and_chance(notebook) -> None:
     notebook.cell("exact", "import random, time\na = random.random()", seed=3)
     notebook.cell("exact", "b = time.time_ns(); c = object(); d = id(c)")
     notebook.cell("exact", "e = random.random()", seed=4)
     before = notebook.cell("exact", "a, b, d, e").echo
     assert notebook.cell("exact", "a = 0\nwhile True: pass").rolled_back
     assert notebook.cell("exact", "a, b, d, e").echo == before
+    call = notebook.call("exact", "a = 2\nwhile True: pass")
+    notebook.executor.submit(call)
+    time.sleep(0.2)
+    notebook.executor.cancel([call.id])
+    assert notebook.cell("exact", "a, b, d, e").echo == before and notebook.executor.poll() == []
     notebook.executor.close_session("exact")
 
 
@@ -145,38 +116,17 @@ spin(50)
 """
 
 
-def test_programs_cannot_fork_in_a_session(notebook: Notebook) -> None:
-    """Neither a cell nor threads that it leaves, which try while the session is copied."""
-    if notebook.executor.capabilities.level == "L0":
-        pytest.skip("nothing forbids it at L0")
-    notebook.cell("fork", FORKING)
-    assert [notebook.cell("fork", "len(hits)").echo for _ in range(4)] == ["0"] * 4
-    notebook.executor.close_session("fork")
-
-
-def test_sessions_do_not_share_anything(notebook: Notebook) -> None:
-    notebook.cell("a", "secret = 'A'")
-    assert notebook.cell("b", "'secret' in globals()").echo == "False"
-    assert notebook.cell("a", "secret").echo == "'A'"
-
-
-def test_parallel_cells_of_one_session_run_in_order(notebook: Notebook) -> None:
+def test_parallel_cells_run_in_order_sessions_share_nothing_and_equal_seeds_give_equal_draws(notebook) -> None:
     notebook.cell("order", "log = []")
-    calls = [
-        CodeCall(f"p{i}-{time.monotonic_ns()}", "jupyter_code", {"code": f"log.append({i}); log"}, "order")
-        for i in range(10)
-    ]
+    calls = [notebook.call("order", f"log.append({i}); log") for i in range(10)]
     assert notebook.executor.run(calls)[9].echo == str(list(range(10)))
-
-
-def test_seeds_of_cells(notebook: Notebook) -> None:
     code = "import random, numpy\nrandom.random(), float(numpy.random.rand())"
-    assert notebook.cell("s1", code, 5).echo == notebook.cell("s2", code, 5).echo
-    for name in ("s1", "s2"):
-        notebook.executor.close_session(name)
+    assert notebook.cell("s1", f"a = 1\n{code}", 5).echo == notebook.cell("s2", code, 5).echo
+    assert notebook.cell("s2", "'a' in globals()").echo == "False" and notebook.cells("s1", "a")[0].echo == "1"
+    notebook.executor.close_session("s2")
 
 
-def test_least_recently_used_session_goes_and_says_so(notebook: Notebook) -> None:
+def test_least_recently_used_session_goes_and_says_so(notebook) -> None:
     for number in range(6):
         notebook.cell(f"lru{number}", "x = 1")
     lost = notebook.cell("lru0", "x")
@@ -185,37 +135,22 @@ def test_least_recently_used_session_goes_and_says_so(notebook: Notebook) -> Non
     assert notebook.executor.stats()["tools/sessions_evicted"] >= 1
 
 
-def test_cancelled_cell_is_rolled_back(notebook: Notebook) -> None:
-    notebook.cell("cancel", "x = 1")
-    notebook.executor.submit(CodeCall("stop-me", "jupyter_code", {"code": "x = 2\nwhile True: pass"}, "cancel"))
-    time.sleep(0.2)
-    notebook.executor.cancel(["stop-me"])
-    assert notebook.cell("cancel", "x").echo == "1"
-    assert notebook.executor.poll() == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_a_program_that_writes_to_its_sessions_connection_made_the_error(notebook) -> None:
+    for code in (
         "os.write(4, b'D')\nwhile True: pass",
         "os.write(4, b'junk')\nwhile True: pass",
         "[os.write(4, b'D') for _ in range(3)]",
         "import threading, time\nthreading.Timer(0.1, os.write, (4, b'D')).start(); time.sleep(0.3)",
         "import socket\nsocket.socket(fileno=4).shutdown(socket.SHUT_RDWR)",
-    ],
-)
-def test_a_program_that_writes_to_its_sessions_connection_made_the_error(notebook: Notebook, code: str) -> None:
-    notebook.cell("protocol", "import os\nx = 1")
-    results = [notebook.cell("protocol", code), notebook.cell("protocol", "x")]
-    assert not any(result.infra for result in results)
-    wrong = [result for result in results if not result.ok]
-    assert [result.counts_as_error for result in wrong] == [True]
-    assert wrong[0].error_type == "ProtocolViolation" or "shutdown" in code
-    assert notebook.cell("protocol", "x").echo == ("1" if wrong[0].rolled_back else "")
-    notebook.executor.close_session("protocol")
+    ):
+        _, *results, last = notebook.cells("protocol", "import os\nx = 1", code, "x", "x")
+        assert not any(result.infra for result in results)
+        [wrong] = [result for result in results if not result.ok]
+        assert wrong.counts_as_error and (wrong.error_type == "ProtocolViolation" or "shutdown" in code)
+        assert last.echo == ("1" if wrong.rolled_back else "")
 
 
-def test_a_session_cannot_pass_itself_off_as_its_copy(notebook: Notebook) -> None:
+def test_a_session_cannot_pass_itself_off_as_its_copy(notebook) -> None:
     forge = """import os
 def hook():
     for fd in range(3, 64):
@@ -225,10 +160,9 @@ def spin():
     while True: pass
 os.register_at_fork(after_in_parent=hook, after_in_child=spin)
 x = 1"""
-    codes = [forge, "x, os.getpid() > 0", "os._exit(3)", "os.abort()", "os.getpid() > 0 and 1 + 1", "2 + 2"]
-    results = [notebook.cell("forge", code) for code in codes]
+    codes = ["x, os.getpid() > 0", "os._exit(3)", "os.abort()", "os.getpid() > 0 and 1 + 1", "2 + 2"]
+    results = notebook.cells("forge", forge, *codes)
     assert not any(result.infra for result in results), [(result.kind, result.error_message) for result in results]
-    notebook.executor.close_session("forge")
 
 
 PARK = """import array, os, socket
@@ -244,11 +178,12 @@ for fd in range(4, 128):
 sent"""
 
 
-def test_sessions_cannot_leave_open_files_in_a_socket(notebook: Notebook) -> None:
+def test_programs_can_neither_fork_in_a_session_nor_leave_open_files_in_a_socket(notebook) -> None:
+    """Neither a cell nor threads that it leaves, which try while the session is copied."""
     if notebook.executor.capabilities.level == "L0":
         pytest.skip("nothing forbids it at L0")
-    assert notebook.cell("park", PARK).echo == "0"
-    notebook.executor.close_session("park")
+    assert [result.echo for result in notebook.cells("fork", FORKING, *["len(hits)"] * 4)[1:]] == ["0"] * 4
+    assert notebook.cells("park", PARK)[0].echo == "0"
 
 
 HOOKS = {
@@ -259,10 +194,10 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_code_that_runs_in_the_copy_is_limited_too(notebook: Notebook, hook: str) -> None:
+def test_code_that_runs_in_the_copy_is_limited_too(notebook, hook: str) -> None:
     """Today's copy is the only process beside the session, and it stands still."""
     name = f"hook-{hook}"
-    before = live(notebook.executor.pid)
+    before = set(filter(alive, descendants(notebook.executor.pid)))
     setup = f"import os, threading\nkept = []\ndef spin():\n    while True: pass\n{HOOKS[hook]}\n"
     notebook.cell(name, setup + "os.register_at_fork(after_in_child=hook)\nx = 0")
     for _ in range(4):
@@ -270,53 +205,32 @@ def test_code_that_runs_in_the_copy_is_limited_too(notebook: Notebook, hook: str
     assert notebook.cell(name, "x").echo == "4"
     assert wait_until(lambda: spent(notebook.executor.pid, 0.5) <= 0.2)
     # The session, its copy, and the worker that took the place of the one which serves the session.
-    assert wait_until(lambda: len(live(notebook.executor.pid) - before) <= 3)
+    assert wait_until(lambda: len(set(filter(alive, descendants(notebook.executor.pid))) - before) <= 3)
     notebook.executor.close_session(name)
 
 
-@pytest.mark.parametrize(
-    ("script", "computes"),
-    [("(sleep 60) & wait", False), ("(while :; do :; done) & wait", True), ("(sleep 60) & while :; do :; done", True)],
-)
-def test_a_copy_has_longer_while_neither_it_nor_its_session_computes(script: str, computes: bool) -> None:
+def test_a_copy_has_longer_while_neither_it_nor_its_session_computes() -> None:
     """A shell stands for the session and its child for the copy, which a loaded host may keep waiting for a core."""
-    session = _session.LiveSession.__new__(_session.LiveSession)
-    session.worker, session.cpu_mark = SimpleNamespace(host_proc=os.open("/proc", os.O_RDONLY)), 0.0
-    shell = subprocess.Popen(["sh", "-c", script], start_new_session=True)
-    session.pid, session.pidfd = shell.pid, os.pidfd_open(shell.pid)
-    try:
-        if computes:
-            assert wait_until(lambda: session.copy_is_late(1.0))
-        assert session.copy_is_late(_session.LONGEST_COPY_S - 0.1) == computes
-        assert session.copy_is_late(_session.LONGEST_COPY_S)
-    finally:
-        os.killpg(shell.pid, signal.SIGKILL)
-        shell.wait()
-        os.close(session.pidfd)
-        os.close(session.worker.host_proc)
+    copies = [("(while :; do :; done) & wait", True), ("(sleep 60) & while :; do :; done", True)]
+    for script, computes in (("(sleep 60) & wait", False), *copies):
+        session = _session.LiveSession.__new__(_session.LiveSession)
+        session.worker, session.cpu_mark = SimpleNamespace(host_proc=os.open("/proc", os.O_RDONLY)), 0.0
+        shell = subprocess.Popen(["sh", "-c", script], start_new_session=True)
+        session.pid, session.pidfd = shell.pid, os.pidfd_open(shell.pid)
+        try:
+            if computes:
+                assert wait_until(partial(session.copy_is_late, 1.0))
+            assert session.copy_is_late(_session.LONGEST_COPY_S - 0.1) == computes
+            assert session.copy_is_late(_session.LONGEST_COPY_S)
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+            os.close(session.pidfd)
+            os.close(session.worker.host_proc)
     assert 2 * _session.LONGEST_COPY_S <= _supervisor.GRACE_S, "a copy that sleeps must not make its worker seem stuck"
 
 
-def live(pid: int) -> set[int]:
-    """Descendants that have not ended."""
-    return {child for child in descendants(pid) if stat_of(child)[0] not in "ZX"}
-
-
-def stat_of(pid: int) -> list[str]:
-    """State and the following fields of a process, as in proc(5)."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return ["X", *["0"] * 50]
-
-
-def spent(pid: int, seconds: float) -> float:
-    """CPU seconds that the processes below `pid` use in this time."""
-    before = {child: sum(map(int, stat_of(child)[11:13])) for child in descendants(pid)}
-    time.sleep(seconds)
-    return sum(sum(map(int, stat_of(child)[11:13])) - ticks for child, ticks in before.items()) / 100
-
-
-def test_a_session_and_its_copy_share_one_memory_limit(notebook: Notebook) -> None:
+def test_a_session_and_its_copy_share_one_memory_limit(notebook) -> None:
     before = memory(notebook.executor.pid)
     assert notebook.cell("large", "import os\nx = []").ok
     for _ in range(5):
@@ -325,26 +239,17 @@ def test_a_session_and_its_copy_share_one_memory_limit(notebook: Notebook) -> No
         assert notebook.cell("large", f"for i in range(0, 60 << 20, 4096): x[{part}][i] = 2").ok
     assert notebook.cell("large", "sum(map(len, x)) >> 20, x[4][0]").echo == "(300, 2)"
     assert memory(notebook.executor.pid) - before < 512 << 20
-    lost = notebook.cell("large", "os.abort()")
+    [lost] = notebook.cells("large", "os.abort()")
     assert (lost.kind, lost.rolled_back) == ("crash", False)
-    notebook.executor.close_session("large")
+    notebook.cells("reaped", *["import os"] * 20)
+    ended = [child for child in descendants(notebook.executor.pid) if stat_of(child)[0] == "Z"]
+    assert len(ended) <= 3, "dropped copies do not count as processes"
 
 
 def memory(pid: int) -> int:
     """Bytes of memory of the processes below `pid`, each shared page counted once."""
-    total = 0
-    for child in descendants(pid):
-        with contextlib.suppress(OSError, IndexError):
-            total += int(Path(f"/proc/{child}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) << 10
-    return total
-
-
-def test_dropped_copies_do_not_count_as_processes(notebook: Notebook) -> None:
-    for _ in range(20):
-        notebook.cell("reaped", "import os")
-    ended = [child for child in descendants(notebook.executor.pid) if stat_of(child)[0] == "Z"]
-    assert len(ended) <= 3
-    notebook.executor.close_session("reaped")
+    parts = [of_proc(child, "smaps_rollup").partition("\nPss:")[2].split() for child in descendants(pid)]
+    return sum(int(part[0]) << 10 for part in parts if part)
 
 
 def test_a_session_is_lost_only_when_its_log_is_too_dear_to_run_again() -> None:
@@ -364,11 +269,9 @@ def test_a_session_is_lost_only_when_its_log_is_too_dear_to_run_again() -> None:
 
 FORKS = """
 import os, select, signal, socket, sys, time
+from types import SimpleNamespace
 sys.path.insert(0, {cwd!r})
-from grpo_roc_jax.sandbox import _wire
-from grpo_roc_jax.sandbox import isolation
-from grpo_roc_jax.sandbox import _session
-from grpo_roc_jax.sandbox import _probing
+from grpo_roc_jax.sandbox import _probing, _session, _wire, isolation
 
 def started(forks):
     \"\"\"A locked-down session that asks for so many forks, each of which waits: (its process id, the listener).\"\"\"
@@ -385,28 +288,24 @@ def started(forks):
         os._exit(0)
     return pid, socket.recv_fds(here, 1, 1)[1][0]
 
-class Look:
+def look():
     \"\"\"Ends the session after the look at the listener that finds its request.\"\"\"
-    def __init__(self): self.real = look()
-    def register(self, *given): self.real.register(*given)
-    def poll(self, _):
-        found = self.real.poll(5000)
-        end()
-        return found
+    real = poll()
+    return SimpleNamespace(register=real.register, poll=lambda _: (real.poll(5000), end())[0])
 
 def end():
     os.kill(session.pid, signal.SIGKILL)
     os.waitpid(session.pid, 0)
 
-look, session = select.poll, _session.LiveSession.__new__(_session.LiveSession)
+poll, session = select.poll, _session.LiveSession.__new__(_session.LiveSession)
 for forks in (1, 2):
     session.pid, session.listener = started(forks)
     session.fork_allowed = forks == 2
     while session.fork_allowed:
         session.answer_fork()
-    _session.select.poll = Look
-    print("ended", repr(session.answer_fork()))
     _session.select.poll = look
+    print("ended", repr(session.answer_fork()))
+    _session.select.poll = poll
     print("gone", repr(session.answer_fork()))
 session.pid, session.listener = started(0)
 print("idle", repr(session.answer_fork()))
@@ -417,7 +316,6 @@ os.killpg(0, signal.SIGKILL)
 
 def test_answering_a_fork_never_blocks_the_worker() -> None:
     """The session ends after its request was found, alone or with a copy; it is gone; it asks for nothing."""
-    code = FORKS.format(cwd=os.getcwd())
-    command = [sys.executable, "-u", "-c", code]
+    command = [sys.executable, "-u", "-c", FORKS.format(cwd=os.getcwd())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True)
     assert done.stdout.split() == ["ended", "''", "gone", "''"] * 2 + ["idle", "''"], done.stderr

@@ -16,16 +16,18 @@ from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
 from grpo_roc_jax.tools.foreign import foreign_tool, normalized
 from grpo_roc_jax.tools.registry import MAX_DESCRIPTION, Job, TooLate, failed_result
 from grpo_roc_jax.types import ToolResult
-from tests.helpers.sample_tools import area
+from tests.helpers.fake_executor import area
 
 IO = "python_code_with_standard_io"
+TOO_LONG = "bytes of text, at most 8388608 are accepted, and 15728640 with its input"
+NESTED = r"^(a+)+$"
+"""Python's matcher takes twice as long with each further character of a text that does not match: 19 s for 24."""
 
 
-def test_schema_of_a_function() -> None:
-    schema = Registry().add(area).schema
-    assert schema["function"]["name"] == "area"
-    assert schema["function"]["description"] == "Area of a rectangle."
-    assert schema["function"]["parameters"] == {
+def test_schemas_of_a_function_and_of_the_built_in_tools() -> None:
+    function = Registry().add(area).schema["function"]
+    assert (function["name"], function["description"]) == ("area", "Area of a rectangle.")
+    assert function["parameters"] == {
         "type": "object",
         "properties": {
             "width": {"type": "number", "description": "Of the rectangle, in the unit."},
@@ -34,10 +36,7 @@ def test_schema_of_a_function() -> None:
         },
         "required": ["width"],
     }
-
-
-def test_schemas_of_the_built_in_tools_are_these_bytes() -> None:
-    """They are part of prompts."""
+    # Those of the built-in tools are part of prompts, byte by byte.
     assert json.dumps(default_registry().schemas) == (
         '[{"type": "function", "function": {"name": "python_code_with_standard_io", "description": "Run a Python '
         'program of its own with the given standard input; its output and last expression come back.", '
@@ -65,34 +64,28 @@ def book(to: Place | None = None, seats: list[Literal[1, 2]] = [], level: Litera
     return f"{to} {seats} {level}"
 
 
-@pytest.mark.parametrize(
-    ("tool", "arguments", "message"),
-    [
+def test_arguments_are_checked_and_the_words_for_wrong_ones_are_these() -> None:
+    """They are part of recorded trajectories."""
+    registry = default_registry()
+    registry.add(area)
+    registry.add(nested)
+    registry.add(book, where="trainer")
+    for tool, arguments, message in (
         (IO, {"code": "x", "input": "y"}, None),
         (IO, {"code": "x", "input": None}, None),
-        ("jupyter_code", {"code": "x"}, None),
         ("area", {"width": 2}, None),
         ("nested", {"rows": [[1]], "names": {"a": "b"}, "limit": None}, None),
         (IO, "code", "arguments must be an object, got string"),
-        (IO, [], "arguments must be an object, got array"),
         (IO, None, "arguments must be an object, got null"),
         (IO, {"stdin": 1}, "argument 'code' is missing"),
         (IO, {"stdin": 1, "code": 1}, "argument 'stdin' is not known; expected: code, input"),
         (IO, {"code": 1, "stdin": 1}, "argument 'code' must be string, got integer"),
         (IO, {"code": "x", "input": True}, "argument 'input' must be string, got boolean"),
-        (IO, {"code": {"a": 1.5}}, "argument 'code' must be string, got object"),
-        (
-            IO,
-            {"code": "x" * (9 << 20)},
-            "9437184 bytes of text, at most 8388608 are accepted, and 15728640 with its input",
-        ),
+        (IO, {"code": "x" * (9 << 20)}, f"9437184 {TOO_LONG}"),
+        (IO, {"code": "x" * (8 << 20), "input": "x" * (8 << 20)}, f"8388608 {TOO_LONG}"),
         (IO, {"\ud800": 1, "code": "x"}, "argument '\\ud800' is not known; expected: code, input"),
-        ("jupyter_code", {"code": None}, "argument 'code' must be string, got null"),
-        ("jupyter_code", {"code": "x", "input": ""}, "argument 'input' is not known; expected: code"),
         ("jupyter_code", {"code": "x", "y" * 100: 1}, "argument '" + "y" * 79 + " is not known; expected: code"),
-        ("area", {"width": True}, "argument 'width' must be number, got boolean"),
         ("area", {"width": 1.5, "unit": "km"}, "argument 'unit' must be 'cm' or 'm'"),
-        ("nested", {"rows": {}, "names": {}}, "argument 'rows' must be array, got object"),
         ("nested", {"rows": [[1], [2, "x"]], "names": {}}, "argument 'rows' item 1 item 1 must be integer, got string"),
         ("nested", {"rows": [], "names": {"a": 1}}, "argument 'names' entry 'a' must be string, got integer"),
         ("nested", {"rows": [], "names": {}, "limit": "x"}, "argument 'limit' must be integer, got string"),
@@ -102,29 +95,17 @@ def book(to: Place | None = None, seats: list[Literal[1, 2]] = [], level: Litera
         ("book", {"seats": [1, True]}, "argument 'seats' item 1 must be 1 or 2"),
         ("book", {"seats": [1.0]}, "argument 'seats' item 0 must be 1 or 2"),
         ("book", {"level": 0.0}, "argument 'level' must be 0 or 'all'"),
-    ],
-)
-def test_arguments_are_checked_and_the_words_for_wrong_ones_are_these(tool, arguments, message) -> None:
-    """They are part of recorded trajectories."""
-    registry = default_registry()
-    registry.add(area)
-    registry.add(nested)
-    registry.add(book, where="trainer")
-    prepared = registry.prepare(tool, arguments, None)
-    if message is None:
-        assert isinstance(prepared, Job)
-    else:
-        assert prepared.kind == "bad_arguments" and prepared.counts_as_error
-        assert prepared.error_message == f"{tool}: {message}"
-
-
-@pytest.mark.parametrize("name", ["search", ""])
-def test_a_tool_that_does_not_exist_is_an_error_that_names_those_that_do(name: str) -> None:
-    result = default_registry().prepare(name, {"q": "x"}, None)
-    assert result.kind == "unknown_tool" and result.counts_as_error and f"{name!r}; known: {IO}" in result.error_message
-
-
-def test_program_text_that_is_no_unicode_is_left_to_the_interpreter() -> None:
+    ):
+        prepared = registry.prepare(tool, arguments, None)
+        if message is None:
+            assert isinstance(prepared, Job)
+        else:
+            assert prepared.kind == "bad_arguments" and prepared.counts_as_error
+            assert prepared.error_message == f"{tool}: {message}"
+    for name in ("search", ""):
+        result = default_registry().prepare(name, {"q": "x"}, None)
+        assert result.kind == "unknown_tool" and result.counts_as_error
+        assert f"{name!r}; known: {IO}" in result.error_message
     assert default_registry().prepare(IO, {"code": "print('\ud800')"}, None) == Job("print('\ud800')")
 
 
@@ -152,105 +133,63 @@ def test_hints_and_docstrings_of_further_kinds() -> None:
         },
         "required": ["copy"],
     }
-    assert registry.prepare("rate", {"copy": 9}, None).error_message == (
-        "rate: argument 'copy' must be less than or equal to 5"
+    assert (
+        "argument 'copy' must be less than or equal to 5" in registry.prepare("rate", {"copy": 9}, None).error_message
     )
     assert registry.prepare("rate", {"copy": 5, "_x": [None], "anything": {}}, None).arguments["copy"] == 5
+
+
+Silent = type("Silent", (Exception,), dict.fromkeys(("__str__", "__repr__"), lambda self: 1 // 0))
 
 
 def test_trusted_functions_give_results_and_never_raise() -> None:
     given = ToolResult("ok", stdout="given", truncated=True)
 
-    async def later(x: int) -> int:
-        """Answers later."""
-        await asyncio.sleep(0.01)
-        return x + 1
+    def fails(error: BaseException) -> None:
+        raise error
 
-    async def late(x: int) -> None:
-        """Never answers."""
-        await asyncio.sleep(60)
-
-    async def own_limit(x: int) -> None:
-        """Gives up by itself."""
+    async def gives_up() -> None:
         raise TimeoutError
 
-    def away(x: int) -> None:
-        """Its service cannot answer."""
-        raise ToolUnavailable("restarting")
+    def run(act: Callable[[], Any], later: bool = False) -> ToolResult:
+        def now(x: int) -> Any:
+            """Answers."""
+            return act()
 
-    def unreachable(x: int) -> None:
-        """Its service cannot be reached."""
-        raise ConnectionRefusedError
+        async def then(x: int) -> Any:
+            """Answers later."""
+            return await act()
 
-    def returns_result(x: int) -> ToolResult:
-        """Makes the result itself."""
-        return given
-
-    def broken(x: int) -> int:
-        """Fails."""
-        return x // 0
-
-    def asks_to_exit(x: int) -> None:
-        """Ends the program, it thinks."""
-        sys.exit(3)
-
-    def long_number(x: int) -> int:
-        """Its result cannot be written out."""
-        return 10**5000
-
-    class Silent(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-        __repr__ = __str__
-
-    def silent(x: int) -> None:
-        """Raises what has no message."""
-        raise Silent
-
-    def unreadable(x: int) -> Exception:
-        """Returns what has no text."""
-        return Silent()
-
-    def run(function: Callable) -> ToolResult:
         registry = Registry()
-        registry.add(function, where="trainer")
-        return registry.run_trusted(registry.prepare(function.__name__, {"x": 1}, None), 0.2)
+        registry.add(then if later else now, where="trainer")
+        return registry.run_trusted(registry.prepare("then" if later else "now", {"x": 1}, None), 0.2)
 
-    assert (run(later).echo, run(broken).error_type) == ("2", "ZeroDivisionError")
-    errors = [run(tool).error_type for tool in (asks_to_exit, long_number, silent, unreadable)]
-    assert errors == ["SystemExit", "ValueError", "Silent", "RuntimeError"]
-    assert "cannot be read" in run(silent).error_message
-    assert run(late).kind == "timeout"
-    assert (run(own_limit).kind, run(own_limit).error_type) == ("exception", "TimeoutError")
-    assert [run(tool).infra for tool in (away, unreachable)] == [True, True]
-    assert run(returns_result) is given
-
-
-def test_the_time_of_a_late_function_is_its_limit() -> None:
-    for limit_s, wall_ms in ((1.5, 1500.0), (None, 0.0)):
-        result = failed_result(TooLate(), limit_s)
-        assert (result.kind, result.limit_hit, result.wall_ms) == ("timeout", "wall", wall_ms)
-
-
-LIMIT = 3
+    assert run(lambda: asyncio.sleep(0.01, 2), later=True).echo == "2"
+    broken = [run(act) for act in (lambda: fails(AssertionError()), lambda: sys.exit(3), lambda: 10**5000, Silent)]
+    assert [result.error_type for result in broken] == [
+        "AssertionError",
+        "SystemExit",
+        "ValueError",
+        "ZeroDivisionError",
+    ]
+    silent, own_limit = run(lambda: fails(Silent())), run(gives_up, later=True)
+    assert silent.error_type == "Silent" and "cannot be read" in silent.error_message
+    late = run(lambda: asyncio.sleep(60), later=True)
+    assert (late.kind, late.limit_hit, late.wall_ms) == ("timeout", "wall", 200.0)
+    assert failed_result(TooLate(), None).wall_ms == 0.0
+    assert (own_limit.kind, own_limit.error_type) == ("exception", "TimeoutError")
+    away = [run(functools.partial(fails, error)) for error in (ToolUnavailable("x"), ConnectionRefusedError())]
+    assert all(result.infra for result in away)
+    assert run(lambda: given) is given
 
 
 def test_functions_that_cannot_be_tools() -> None:
-    def untyped(x):
-        """Text."""
+    def hinted(hint: Any) -> Callable:
+        def tool(x):
+            """Text."""
 
-    def strange(x: object) -> None:
-        """Text."""
-
-    def dated(x: list[date]) -> None:
-        """Text."""
-
-    def numbered(x: list[dict[int, str]]) -> None:
-        """Text."""
-
-    def one_or_two(x: dict[Literal[1, 2], str]) -> None:
-        """Text."""
+        tool.__annotations__ = {"x": hint} if hint else {}
+        return tool
 
     def yields(x: int):
         """Text."""
@@ -263,30 +202,14 @@ def test_functions_that_cannot_be_tools() -> None:
     def unnamed(x: int, /) -> None:
         """Text."""
 
-    def unknown(x: "Missing") -> None:  # noqa: F821
+    def of_the_module(x: str = IO) -> None:
         """Text."""
-
-    def of_the_module(x: int = LIMIT) -> None:
-        """Text."""
-
-    class Callable_:
-        def __call__(self, x: int) -> None:
-            """Text."""
-
-    class Named:
-        def price(self, x: int) -> int:
-            """Text."""
-            return x
 
     rate = 2.0
 
     def enclosed(x: float) -> float:
         """Text."""
         return max(y * rate for y in (x, 0.0))
-
-    def of_imports(x: int) -> str:
-        """Text."""
-        return json.dumps(len([x]))
 
     def in_a_class(x: int) -> int:
         """Text."""
@@ -319,57 +242,47 @@ def test_functions_that_cannot_be_tools() -> None:
     registry.add(allowed)
     for function, message in (
         (enclosed, "uses rate from outside of its body"),
-        (of_imports, "uses json from outside of its body"),
         (in_a_class, "uses IO from outside of its body"),
         (counted, "uses IO from outside of its body"),
-        (Named().price, "no method of an object"),
+        (registry.prepare, "no method of an object"),
         (yields, "yields; must return its result"),
         (yields_later, "yields; must return its result"),
         (unnamed, "calls pass arguments by name"),
-        (unknown, "type hints cannot be read: NameError"),
-        (of_the_module, r"cannot be defined in the sandbox.*NameError: name 'LIMIT'"),
+        (hinted("Missing"), "type hints cannot be read: NameError"),
+        (of_the_module, r"cannot be defined in the sandbox.*NameError: name 'IO'"),
         (functools.partial(area, width=1.0), "has no name; must be a function"),
-        (Callable_(), "has no name; must be a function"),
         (lambda: None, "docstring"),
-        (untyped, "type hint"),
-        (strange, "JSON schema"),
-        (dated, "JSON schema"),
-        (numbered, "a dict whose keys are not text"),
-        (one_or_two, "a dict whose keys are not text"),
+        (hinted(None), "type hint"),
+        (hinted(object), "JSON schema"),
+        (hinted(list[date]), "JSON schema"),
+        (hinted(list[dict[int, str]]), "a dict whose keys are not text"),
+        (hinted(dict[Literal[1, 2], str]), "a dict whose keys are not text"),
         (area, "registered already"),
     ):
         with pytest.raises(ValueError, match=message):
             registry.add(function)
     with pytest.raises(ValueError, match="where is 'Trainer'; must be 'sandbox' or 'trainer'"):
-        registry.add(one_or_two, where="Trainer")
+        registry.add(area, where="Trainer")
     with pytest.raises(ValueError, match="unknown tools"):
         default_registry(("python",))
 
 
 def test_texts_of_a_nested_function_reach_the_sandbox_as_they_are() -> None:
-    def indented(count: int) -> str:
+    def texts(count: int) -> str:
         """Text."""
         return (
             """
         first
             second"""
-            * count
-        )
-
-    def unindented(count: int) -> str:
-        """Text."""
-        return (
-            """
+            + """
 first"""
             * count
         )
 
-    registry = Registry()
-    for function in (indented, unindented):
-        registry.add(function)
-        names: dict[str, Any] = {}
-        exec(registry.prepare(function.__name__, {"count": 2}, None).code, names)
-        assert names["__value"] == function(2)
+    registry, names = Registry(), {}
+    registry.add(texts)
+    exec(registry.prepare("texts", {"count": 2}, None).code, names)
+    assert names["__value"] == texts(2)
 
 
 FOREIGN = {
@@ -385,9 +298,11 @@ FOREIGN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
+def test_schemas_of_other_origin_are_checked_by_their_own_rules() -> None:
+    tool = foreign_tool(FOREIGN, lambda **given: sorted(given))
+    registry = Registry([tool])
+    assert tool.schema["function"]["parameters"]["type"] == "object"
+    for arguments, fault in (
         ({"to": {"city": "Bern", "zip": None}, "class": "second", "seats": [1, "a"], "notes": {"a": 1}}, ""),
         ([], "arguments must be an object, got array"),
         ({}, "argument 'to' is missing"),
@@ -397,16 +312,11 @@ FOREIGN = {
         ({"to": {"city": "Bern", "zip": "x"}}, "argument 'to' entry 'zip' must be integer or null, got string"),
         ({"to": {"city": "Bern"}, "class": "first"}, "argument 'class' 'second' was expected"),
         ({"to": {"city": "Bern"}, "never": 1}, "False schema does not allow 1"),
-    ],
-)
-def test_schemas_of_other_origin_are_checked_by_their_own_rules(arguments: object, fault: str) -> None:
-    tool = foreign_tool(FOREIGN, lambda **given: sorted(given))
-    registry = Registry([tool])
-    prepared = registry.prepare("book", arguments, None)
-    assert (prepared.error_message if isinstance(prepared, ToolResult) else "") == (fault and f"book: {fault}")
-    if not fault:
-        assert registry.run_trusted(prepared).echo == "['class', 'notes', 'seats', 'to']"
-    assert tool.schema["function"]["parameters"]["type"] == "object"
+    ):
+        prepared = registry.prepare("book", arguments, None)
+        assert (prepared.error_message if isinstance(prepared, ToolResult) else "") == (fault and f"book: {fault}")
+        if not fault:
+            assert registry.run_trusted(prepared).echo == "['class', 'notes', 'seats', 'to']"
 
 
 def test_values_of_any_size_are_no_exception() -> None:
@@ -427,13 +337,8 @@ def test_values_of_any_size_are_no_exception() -> None:
     assert result.kind == "bad_arguments" and "cannot be checked" in result.error_message
 
 
-NESTED = r"^(a+)+$"
-"""Python's matcher takes twice as long with each further character of a text that does not match: 19 s for 24."""
-
-
-@pytest.mark.parametrize(
-    ("parameters", "arguments", "right"),
-    [
+def test_patterns_of_schemas_take_a_time_that_is_linear_in_the_text() -> None:
+    for parameters, arguments, right in (
         ({"properties": {"s": {"type": "string", "pattern": NESTED}}}, {"s": "a" * 5000 + "b"}, False),
         ({"properties": {"s": {"type": "string", "pattern": NESTED}}}, {"s": "a" * 5000}, True),
         ({"patternProperties": {NESTED: {}}, "additionalProperties": False}, {"a" * 5000 + "b": 1}, False),
@@ -447,23 +352,18 @@ NESTED = r"^(a+)+$"
         ({"properties": {"s": {"pattern": r"^(?<year>\d{4})$"}}}, {"s": "20x6"}, False),
         ({"properties": {"s": {"pattern": r"^(?=.*\d)(?=.*x)"}}}, {"s": "none of both"}, True),  # is not checked
         ({"properties": {"s": {"pattern": "("}}}, {"s": "x"}, True),
-    ],
-)
-def test_patterns_of_schemas_take_a_time_that_is_linear_in_the_text(parameters, arguments, right) -> None:
-    registry = Registry([foreign_tool({"name": "find", "parameters": parameters}, lambda **given: "found")])
-    answer = registry.prepare("find", arguments, None)
-    assert isinstance(answer, Job) if right else answer.kind == "bad_arguments"
-
-
-def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
-    for schema in (
-        {"name": "now"},
-        {"name": "now", "description": "The time."},
-        {"type": "function", "function": {"name": "now", "parameters": {}}},
     ):
+        registry = Registry([foreign_tool({"name": "find", "parameters": parameters}, lambda **given: "found")])
+        answer = registry.prepare("find", arguments, None)
+        assert isinstance(answer, Job) if right else answer.kind == "bad_arguments"
+
+
+def test_schemas_from_outside_without_parameters_those_that_cannot_be_used_and_their_bounds() -> None:
+    wrapped = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    for schema in ({"name": "now"}, {"name": "now", "description": "The time."}, wrapped):
         registry = Registry([foreign_tool(schema, lambda: "noon")])
-        assert registry.schemas[0]["function"]["parameters"] == {"type": "object", "properties": {}}
-        assert registry.schemas[0]["function"]["description"] == schema.get("description", "")
+        function, parameters = registry.schemas[0]["function"], {"type": "object", "properties": {}}
+        assert (function["parameters"], function["description"]) == (parameters, schema.get("description", ""))
         assert isinstance(registry.prepare("now", {}, None), Job)
     for schema, message in (
         ({"description": "?"}, "no name"),
@@ -474,10 +374,6 @@ def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             foreign_tool(schema, print)
-
-
-def test_schemas_from_outside_are_bounded():
-    """A long description is cut, wherever it stands; a name that is none, or a huge schema, is refused."""
 
     def offered(name="f", description="", **properties):
         return normalized({"name": name, "description": description, "input_schema": {"properties": properties}})

@@ -21,9 +21,8 @@ class Counter(MCPEnvironment):
 
     def __init__(self):
         server, self.total = FastMCP("counter"), 0
-        server.tool(self.add)
-        server.tool(self.die)
-        server.tool(self.odd)
+        for tool in (self.add, self.die, self.odd):
+            server.tool(tool)
         super().__init__(server)
 
     def add(self, k: int) -> int:
@@ -55,13 +54,14 @@ class Counter(MCPEnvironment):
         return ODD.get(how, seen)
 
 
-ODD = {
-    "no result": Observation(),
-    "error is text": CallToolObservation.model_construct(tool_name="odd", result=None, error="boom", metadata={}),
-    "error is empty": CallToolObservation.model_construct(tool_name="odd", result=None, error={"x": 1}, metadata={}),
-    "reward is text": CallToolObservation.model_construct(tool_name="odd", result="fine", reward="much", metadata={}),
-    "reward is a list": CallToolObservation.model_construct(tool_name="odd", result="fine", reward=[1], metadata={}),
+FIELDS = {
+    "error is text": {"result": None, "error": "boom"},
+    "error is empty": {"result": None, "error": {"x": 1}},
+    "reward is text": {"result": "fine", "reward": "much"},
+    "reward is a list": {"result": "fine", "reward": [1]},
 }
+ODD = {how: CallToolObservation.model_construct(tool_name="odd", metadata={}, **some) for how, some in FIELDS.items()}
+ODD["no result"] = Observation()
 
 
 class Guess(Action):

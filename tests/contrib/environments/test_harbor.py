@@ -3,23 +3,17 @@
 import asyncio
 import json
 import os
-import stat
 from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.config import Config
-from grpo_roc_jax.contrib.environments.harbor_tasks import (
-    harbor_class,
-    harbor_problems,
-    read_reward,
-    read_task,
-    task_folders,
-)
+import grpo_roc_jax as g
+from grpo_roc_jax.contrib.environments import harbor_tasks
+from grpo_roc_jax.contrib.environments.harbor_tasks import harbor_class, harbor_problems, read_reward, task_folders
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.pipeline import make_problem_stream
 from grpo_roc_jax.environments.config import EnvironmentHarbor
 from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.settings.cli import load_config
-from grpo_roc_jax.train import train
 from grpo_roc_jax.types import Turn
 from tests.test_readme import TINY
 
@@ -67,39 +61,35 @@ def rollout(environment, commands, folder=None, name=""):
     return asyncio.run(play())
 
 
+ADD = "awk '{s+=$1} END {print s > \"/app/sum.txt\"}' /app/numbers.txt"
+MEDIAN = "{ v[NR] = $1 }\nEND { h = int(NR / 2); print NR % 2 ? v[h + 1] : (v[h] + v[h + 1]) / 2 }"
 WORK = {
     "greeting": (["echo hello > /app/hello.txt"], {"reward": 1.0}),
-    "total": (
-        [
-            "awk '{s+=$1} END {print s > \"/app/sum.txt\"}' /app/numbers.txt",
-            "wc -l < /app/numbers.txt > /app/count.txt",
-        ],
-        {"reward": 1.0, "sum": 1.0, "count": 1.0},
-    ),
+    "total": ([ADD, "wc -l < /app/numbers.txt > /app/count.txt"], {"reward": 1.0, "sum": 1.0, "count": 1.0}),
     "total in part": (["echo 42 > /app/sum.txt"], {"reward": 0.5, "sum": 1.0, "count": 0.0}),
-    "median": (
-        [
-            "cat > /app/median.awk <<'END'\n{ v[NR] = $1 }\n"
-            "END { h = int(NR / 2); print NR % 2 ? v[h + 1] : (v[h] + v[h + 1]) / 2 }\nEND"
-        ],
-        {"reward": 1.0},
-    ),
+    "median": ([f"cat > /app/median.awk <<'END'\n{MEDIAN}\nEND"], {"reward": 1.0}),
     "median untouched": ([], {"reward": 0.667}),
     "greeting untouched": ([], {"reward": 0.0}),
 }
 
 
-@pytest.mark.parametrize("case", WORK)
-def test_the_tests_of_a_task_pay(environments, case):
-    commands, wanted = WORK[case]
-    assert rollout(environments(), commands, name=case.split()[0])[1] == pytest.approx(wanted, abs=1e-3)
+def test_the_tests_of_a_task_pay(environments):
+    for case, (commands, paid) in WORK.items():
+        assert rollout(environments(), commands, name=case.split()[0])[1] == pytest.approx(paid, abs=1e-3), case
 
 
-def test_commands_share_their_files_and_say_how_they_ended(environments):
+def test_commands_share_their_files_and_say_how_they_ended_also_where_tests_write_nothing(
+    environments, tmp_path, caplog
+):
     commands = ["cd /tmp; pwd; echo out; echo err >&2; exit 3", "pwd; echo x > note", "cat note", "sleep 30"]
     printed, _ = rollout(environments(command_s=1.0), [*commands, "seq 100000 | wc"], name="greeting")
     assert printed[0].endswith("out\nerr\n\n[exit status 3]") and printed[1].strip() in ("/app", "/scratch/app")
     assert printed[2] == "x\n" and "[ended after 1 s]" in printed[3] and printed[4].split()[0] == "100000"
+    make_task(tmp_path / "slow", toml="[verifier]\ntimeout_sec = 1.0\n", test="echo busy; sleep 30")
+    make_task(tmp_path / "silent", test="echo nothing; exit 4", toml="[verifier]\ntimeout_sec = 9\n")
+    for name, message in (("slow", "took too long"), ("silent", "status 4")):
+        assert rollout(environments(tmp_path), [], tmp_path, name)[1] == {"reward": 0.0}
+        assert message in caplog.text and name in caplog.text
 
 
 def test_a_policy_sees_no_tests_and_plants_no_reward(environments, tmp_path):
@@ -117,14 +107,6 @@ def test_a_policy_sees_no_tests_and_plants_no_reward(environments, tmp_path):
     printed, rewards = rollout(environment, attempts, tmp_path)
     assert "test.sh" not in printed[0] and rewards == {"reward": 0.0}
     assert rollout(environment, ["touch /app/done"], tmp_path)[1] == {"reward": 1.0}
-
-
-def test_tests_that_write_nothing_or_take_too_long_pay_nothing_and_say_so(environments, tmp_path, caplog):
-    make_task(tmp_path / "slow", toml="[verifier]\ntimeout_sec = 1.0\n", test="echo busy; sleep 30")
-    make_task(tmp_path / "silent", test="echo nothing; exit 4", toml="[verifier]\ntimeout_sec = 9\n")
-    for name, message in (("slow", "took too long"), ("silent", "status 4")):
-        assert rollout(environments(tmp_path), [], tmp_path, name)[1] == {"reward": 0.0}
-        assert message in caplog.text and name in caplog.text
 
 
 def test_the_time_of_a_task_ends_its_commands(environments, tmp_path):
@@ -159,7 +141,7 @@ def test_variables_and_files_of_a_task(environments, tmp_path):
     toml = '[verifier]\ntimeout_sec = 9\nenv = { KEY = "k" }\n[environment]\nenv = { MODE = "m" }\nmemory = "1G"\n'
     toml += '[metadata]\nlevel = 2\ntags = ["x"]\n'
     test = "#!/bin/bash\n[ $KEY$MODE$LEVEL = km3 ] && echo 0.25 > /logs/verifier/reward.txt"
-    task = read_task(make_task(tmp_path / "t", toml=toml, test=test, **files))
+    task = harbor_tasks.read_task(make_task(tmp_path / "t", toml=toml, test=test, **files))
     assert (task.workdir, task.memory_mb, task.needs_container) == ("/app/work", 1024, "")
     (tmp_path / "t" / "environment" / "bin" / "tool").chmod(0o755)
     assert task_folders(str(tmp_path)) == [tmp_path / "t"], "a file of its own is no further task"
@@ -181,7 +163,6 @@ WRONG = [
     ({"toml": "[agent]\ntimeout_sec = -1\n"}, "timeout_sec = -1"),
     ({"toml": "[verifier]\ntimeout_sec = 899\n"}, r"environment\.timeout_s = 900 ends it; must be 5 more"),
     ({"toml": "verifier = 3\n"}, "must be a table"),
-    ({"toml": 'metadata = "x"\n'}, "must be a table"),
     ({"toml": "[environment]\nenv = ['A=1']\n"}, "must be a table"),
     ({"toml": '[[steps]]\nname = "one"\n'}, "several steps, which are not served"),
     ({"toml": '[environment]\ndocker_image = "x"\n'}, "names an image"),
@@ -195,7 +176,6 @@ WRONG = [
     (dockerfile("WORKDIR /srv"), "it uses /srv"),
     (dockerfile("COPY"), "'COPY' names no file"),
     (dockerfile("COPY a.txt"), "names no file or no target"),
-    (dockerfile("COPY *.txt ."), "does not exist"),
     (dockerfile("COPY gone.txt ."), "does not exist"),
     (dockerfile("COPY ../../../etc/passwd ."), "lies outside"),
     ({}, r"no tests/test\.sh"),
@@ -211,15 +191,19 @@ def test_a_task_that_cannot_run_is_refused_at_the_start(tmp_path, files, message
         harbor_class(EnvironmentHarbor(tasks=str(tmp_path)))
 
 
-def test_sources_and_settings(tmp_path, monkeypatch):
+def test_sources_and_settings(environments, tmp_path, monkeypatch):
     problems = list(harbor_problems(str(TASKS)))
     assert [problem.uid for problem in problems] == ["harbor/greeting", "harbor/median", "harbor/total"]
+    stream = make_problem_stream(DataConfig(sources=(f"harbor:{TASKS}",), shuffle=False), problems=3, seed=0)
+    assert [problem.uid for problem in next(stream)] == [problem.uid for problem in problems]
     assert problems[0].prompt.startswith("Write the word") and problems[0].extra["difficulty"] == "easy"
     make_task(tmp_path / "c", instruction="<!-- harbor-canary GUID x -->\n# canary 2\n\nReal.\n")
     assert [problem.prompt for problem in harbor_problems(str(tmp_path))] == ["Real."]
     assert task_folders(str(tmp_path / "c")) == [tmp_path / "c"]
     with pytest.raises(ValueError, match="no task below it"):
         task_folders(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"environment\.tasks does not hold"):
+        environments()().reset(next(harbor_problems(str(tmp_path))))
     make_task(tmp_path / "again" / "c")
     with pytest.raises(ValueError, match="two tasks are named 'c'"):
         list(harbor_problems(str(tmp_path)))
@@ -228,44 +212,24 @@ def test_sources_and_settings(tmp_path, monkeypatch):
         harbor_class(EnvironmentHarbor(tasks=str(TASKS), container="docker"))
 
 
-@pytest.mark.parametrize(
-    ("line", "megabytes"),
-    [
-        ("", 512),
-        ("memory_mb = 2048.0", 2048),
-        ('memory = "2.5G"', 2560),
-        ('memory = "2 GB"', 2048),
-        ('memory = "131072K"', 128),
-        ('memory = "900MiB"', 900),
-        ("memory_mb = 1", 64),
-    ],
-)
-def test_the_memory_of_a_task(tmp_path, line, megabytes):
-    assert read_task(make_task(tmp_path / "t", toml=f"[environment]\n{line}\n")).memory_mb == megabytes
-
-
-@pytest.mark.parametrize(
-    ("as_json", "as_text", "wanted"),
-    [
+def test_the_memory_of_a_task_and_rewards_as_text_and_as_json(tmp_path):
+    sizes = {"": 512, "_mb = 2048.0": 2048, ' = "2.5G"': 2560, ' = "2 GB"': 2048, ' = "131072K"': 128, "_mb = 1": 64}
+    for size, megabytes in (sizes | {' = "900MiB"': 900}).items():
+        task = make_task(tmp_path / "t", toml="[environment]\n" + f"memory{size}\n" * bool(size))
+        assert harbor_tasks.read_task(task).memory_mb == megabytes, size
+    for as_json, as_text, wanted in (
         (None, "0.5\n", {"reward": 0.5}),
         ('{"reward": 1, "style": 0.25}', "0", {"reward": 1.0, "style": 0.25}),
         ('{"a": 1, "b": 0, "note": "x"}', None, {"reward": 0.5, "a": 1.0, "b": 0.0}),
         ("0.75", None, {"reward": 0.75}),
-        ("{", "1", {"reward": 0.0}),
-        ('{"reward": NaN}', None, {"reward": 0.0}),
         ('{"reward": null, "passed": 12}', None, {"reward": 0.0, "passed": 12.0}),
         ('{"reward": "1.0", "tests": 7}', None, {"reward": 0.0, "tests": 7.0}),
-        (None, "inf", {"reward": 0.0}),
-        ('{"reward": 1' + "0" * 400 + "}", None, {"reward": 0.0}),
         ('{"reward": true, "a": 1e999}', None, {"reward": 1.0}),
-        ("[1]", "1", {"reward": 0.0}),
-        ("null", None, {"reward": 0.0}),
-        (None, "yes", {"reward": 0.0}),
-        (None, None, {"reward": 0.0}),
-    ],
-)
-def test_rewards_as_text_and_as_json(as_json, as_text, wanted):
-    assert read_reward(as_json, as_text)[0] == wanted
+    ):
+        assert read_reward(as_json, as_text)[0] == wanted, as_json
+    nothing = [("{", "1"), ('{"reward": NaN}', None), ('{"reward": 1' + "0" * 400 + "}", None), ("[1]", "1")]
+    for both in (*nothing, ("null", None), (None, "inf"), (None, "yes"), (None, None)):
+        assert read_reward(*both)[0] == {"reward": 0.0}, both
 
 
 DOCKER = """#!/usr/bin/env python3
@@ -298,45 +262,34 @@ elif word == "exec":
 """
 
 
-@pytest.fixture
-def fake_docker(tmp_path, monkeypatch):
-    """A script in place of docker; returns the calls so far."""
-    (tmp_path / "bin").mkdir()
-    docker = tmp_path / "bin" / "docker"
-    docker.write_text(DOCKER)
-    docker.chmod(docker.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+def test_containers_by_the_command_docker(tmp_path, monkeypatch):
+    """A script in place of docker. A command is late where it outlived its time, whatever its exit status says."""
+    (docker := tmp_path / "docker").write_text(DOCKER)
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))
-    return lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
 
+    def played(name, commands, test=TEST, toml="", **files):
+        (tmp_path / "log").unlink(missing_ok=True)
+        make_task(tmp_path / name / "one", test=test, toml=toml, **files)
+        choice = EnvironmentHarbor(tasks=str(tmp_path / name), container="docker", command_s=1.0 if toml else 60.0)
+        printed, rewards = rollout(harbor_class(choice), commands, tmp_path / name)
+        return printed, rewards, [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
 
-def test_containers_by_the_command_docker(tmp_path, fake_docker):
-    """What is built, started, run, copied and removed."""
-    tasks = tmp_path / "tasks"
-    test = "[ -e /app/x ] && echo 0.5 > /logs/verifier/reward.txt\n"
-    make_task(tasks / "one", environment__Dockerfile="FROM x\nRUN apt-get install -y git\n", test=test)
-    environment = harbor_class(EnvironmentHarbor(tasks=str(tasks), container="docker"))
-    printed, rewards = rollout(environment, ["echo $((6 * 7)); touch x", "exit 2"], tasks)
+    built = {"test": "[ -e /app/x ] && echo 0.5 > /logs/verifier/reward.txt\n"}
+    built |= {"environment__Dockerfile": "FROM x\nRUN apt-get install -y git\n"}
+    printed, rewards, calls = played("built", ["echo $((6 * 7)); touch x", "exit 2"], **built)
     assert printed == ["42\n", "[exit status 2]"] and rewards == {"reward": 0.5}
-    calls = fake_docker()
     assert [call[0] for call in calls][:3] == ["build", "run", "exec"] and calls[1][-3] == "grpo-roc-one"
     assert calls[1][calls[1].index("--network") :][:2] == ["--network", "none"] and "-w" not in calls[1]
-
-
-def test_a_container_has_what_a_task_says_without_a_dockerfile(tmp_path, fake_docker):
-    """Its files and its directory. A command is late where it outlived its time, whatever its exit status says."""
-    toml = '[environment]\ndocker_image = "image"\nworkdir = "/srv"\n'
-    make_task(tmp_path / "tasks" / "one", toml=toml, environment__a__b="text")
-    environment = harbor_class(EnvironmentHarbor(tasks=str(tmp_path / "tasks"), container="docker", command_s=0.3))
+    toml, late = '[environment]\ndocker_image = "image"\nworkdir = "/srv"\n', "[ended after 1 s]"
     commands = ["cat a/b", "trap '' TERM; sleep 9", "sleep 9", "exit 124", "exit 137"]
-    printed, _ = rollout(environment, commands, tmp_path / "tasks")
-    late = "[ended after 0 s]"
+    printed, _, calls = played("named", commands, toml=toml, environment__a__b="text")
     assert printed == ["text", late, late, "[exit status 124]", "[exit status 137]"]
-    run = fake_docker()[0]
+    [run] = [call for call in calls if call[0] == "run"]
     assert run[run.index("-w") :] == ["-w", "/srv", "image", "sleep", "infinity"]
-    make_task(tmp_path / "bare" / "one", environment__a="text")
     with pytest.raises(ValueError, match="neither environment/Dockerfile nor"):
-        harbor_class(EnvironmentHarbor(tasks=str(tmp_path / "bare"), container="docker"))
+        played("bare", [], environment__a="text")
 
 
 @pytest.mark.slow
@@ -345,14 +298,8 @@ def test_three_tasks_train(tmp_path):
     words = [f"--data.sources=harbor:{TASKS}", "--data.eval_problems=0", "--environment.kind=harbor"]
     words += [f"--environment.tasks={TASKS}", "--reward.functions=environment", "--sft.steps=0", "--steps=2"]
     words += [f"--run_dir={tmp_path / 'run'}", "--rollout.max_prompt_tokens=1024", "--batch.row_length=1280"]
-    train(load_config(Config, ["toy.yaml", *TINY, *words, "--reward.truncated=score"], prog="x"))
+    g.train_policy(g.read_config("toy.yaml", *TINY, *words, "--reward.truncated=score"))
     steps = [row for row in read_metrics(tmp_path / "run") if "rollout/reward" in row]
     assert len(steps) == 2 and all(step.get("environment/faults", 0) == 0 for step in steps)
     assert any(step.get("environment/sum") == 0 for step in steps)
     assert any(0 < step["rollout/reward"] <= 0.67 for step in steps), "the untouched median passes two of three cases"
-
-
-def test_a_problem_of_another_directory_is_refused(environments, tmp_path):
-    make_task(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"environment\.tasks does not hold"):
-        environments()().reset(next(harbor_problems(str(tmp_path))))

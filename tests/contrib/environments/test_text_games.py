@@ -4,31 +4,23 @@ import pytest
 
 from grpo_roc_jax.environments.config import EnvironmentClass
 from grpo_roc_jax.environments.environment import Environment, Observation, said_in
-from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.settings.callables import given
-from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import Problem
-from tests.environments.test_episodes import Play
-from tests.helpers.servers import two_call_chat
+from tests.environments.test_episodes import Play, opened
+from tests.helpers.servers import chat as chat  # a fixture
 
 
-def opened(environment, **extra):
-    """A rollout in an environment."""
-    with given({"game": environment}):
-        return Play(two_call_chat(), Episodes(EnvironmentClass(path="game"), ToolsConfig()), extra=extra, max_turns=30)
-
-
-def test_a_game_of_gymnasium_answers_turns_and_pays():
+def test_a_game_of_gymnasium_answers_turns_and_pays(chat):
     pytest.importorskip("gymnasium", reason="needs the extra gymnasium; .ci/adapters runs this")
     from grpo_roc_jax.contrib.environments.gymnasium_games import TextCorridor
 
-    play = opened(TextCorridor, seed=4)
-    seen, walked = play.requests[0].problem.prompt, 0
-    while "here" not in seen:
-        seen, walked = play.say("east" if "lamp east" in seen else "west"), walked + 1
-    assert 1 <= walked <= 4 and play.say("<answer>take</answer>") == "answer" and play.end()[0].reward == 1.0
-    idle = opened(TextCorridor, seed=4)
-    assert [idle.say("wait") for _ in range(6)][-1] == "answer" and idle.end()[0].reward == 0.0, "six steps at most"
+    with given({"game": TextCorridor}), opened(EnvironmentClass(path="game")) as episodes:
+        play, idle = (Play(chat, episodes, extra={"seed": 4}, max_turns=30, position=place) for place in (4, 5))
+        seen, walked = play.requests[0].problem.prompt, 0
+        while "here" not in seen:
+            seen, walked = play.say("east" if "lamp east" in seen else "west"), walked + 1
+        assert 1 <= walked <= 4 and play.say("<answer>take</answer>") == "answer" and play.end()[0].reward == 1.0
+        assert [idle.say("wait") for _ in range(6)][-1] == "answer" and idle.end()[0].reward == 0.0, "six steps at most"
     first = TextCorridor().reset(Problem("p", "", "", "t", {"seed": 4}))
     assert all(TextCorridor().reset(Problem("p", "", "", "t", {"seed": seed})) == first for seed in ("4", 4.0))
     for seed in ("four", 4.5, float("nan"), -4, [4]):
@@ -56,15 +48,12 @@ class NumberGame(Environment):
         return news
 
 
-def test_a_game_of_textarena_is_an_environment_of_ten_lines():
+def test_a_game_of_textarena_is_an_environment_of_ten_lines(chat):
     pytest.importorskip("textarena", reason="needs textarena; .ci/adapters runs this")
-    play, low, high = opened(NumberGame), 1, 20
-    assert "between 1 and 20" in play.requests[0].problem.prompt
-    while True:
-        guess = (low + high) // 2
-        reply = play.say(f"I say [{guess}]")
-        if reply == "answer":
-            break
-        assert "You are playing" not in reply, "it is told once"
-        low, high = (guess + 1, high) if "higher" in reply else (low, guess - 1)
-    assert play.end()[0].reward == 1.0
+    with given({"game": NumberGame}), opened(EnvironmentClass(path="game")) as episodes:
+        play, low, high = Play(chat, episodes, max_turns=30), 1, 20
+        assert "between 1 and 20" in play.requests[0].problem.prompt
+        while (reply := play.say(f"I say [{(guess := (low + high) // 2)}]")) != "answer":
+            assert "You are playing" not in reply, "it is told once"
+            low, high = (guess + 1, high) if "higher" in reply else (low, guess - 1)
+        assert play.end()[0].reward == 1.0

@@ -43,7 +43,7 @@ class Loop(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **rest):
-        """Runs calls, asks once more after a turn without one; `forget` and `fail` in a turn make it do so."""
+        """Runs calls, asks once more after a turn without one; `fail` in a turn makes it do so."""
         messages, again = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": data.prompt}], False
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {secret}"}, timeout=60) as client:
             while True:
@@ -54,8 +54,6 @@ class Loop(vf.Harness[vf.HarnessConfig]):
                 message = answer.json()["choices"][0]["message"]
                 content = message["content"] or ""
                 messages.append(message)
-                if "forget" in content:
-                    messages = [{"role": "user", "content": "What?"}, message]
                 for call in message.get("tool_calls") or ():
                     total = str(sum(json.loads(call["function"]["arguments"]).values()))
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": total})

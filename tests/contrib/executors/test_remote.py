@@ -1,23 +1,22 @@
 """Clients of remote services against servers on loopback: `sandbox.server`, and a substitute for code-judge."""
 
+import contextlib
 import http.client
 import json
-import select
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from grpo_roc_jax.contrib.executors.remote import ServiceRun, TimedConnection, result_of, take_trailer, wrap
 from grpo_roc_jax.sandbox.server import make_server
-from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
 from grpo_roc_jax.tools.executor import settings_of
 from grpo_roc_jax.types import ToolResult
@@ -27,40 +26,36 @@ TOOL = "python_code_with_standard_io"
 LIMITS = {"wall_s": 2.0, "cpu_s": 2.0, "workers": 3, "roots": 1, "bare_root": False}
 
 
-@contextmanager
-def served(server) -> Iterator[str]:
+@contextlib.contextmanager
+def served(server):
     """The address of a server, which answers from a thread."""
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address():
     with served(make_server(settings_of(ToolsConfig(**LIMITS)), port=0)[0]) as url:
         yield url
 
 
 def post(address: str, body: object, **headers: str) -> tuple[int, dict]:
     """(status, answer) of a request."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
-    try:
+    with contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)) as connection:
         connection.request("POST", "/run_code", json.dumps(body), headers)
         answer = connection.getresponse()
         return answer.status, json.load(answer)
-    finally:
-        connection.close()
 
 
-def run_by(service, *programs: str, session: str | None = None, tool: str = TOOL, text: str = "") -> list[ToolResult]:
+def run_by(service, *programs: str, session: str | None = None, text: str = "") -> list[ToolResult]:
     """The results of programs at a service; those of a session one after another."""
     arguments = [{"code": code} | ({"input": text} if text else {}) for code in programs]
-    calls = [CodeCall(str(i), tool, some, session) for i, some in enumerate(arguments)]
+    tool = "jupyter_code" if session else TOOL
+    calls = [CodeCall(str(i), tool, some, session, seed=i) for i, some in enumerate(arguments)]
     with make_executor(ToolsConfig(executor=service, wall_s=2.0)) as executor:
         return [executor.run([call])[0] for call in calls] if session else executor.run(calls)
 
@@ -85,37 +80,19 @@ def test_served_answers_have_the_services_form(address: str) -> None:
     assert late["run_result"]["status"] == "TimeLimitExceeded"
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "status"),
-    [
-        ([], {}, 400),
-        ({"code": "x", "language": "bash"}, {}, 400),
-        ({"code": "x", "files": {"a": "b"}}, {}, 400),
-        *(({"code": "x", "run_timeout": wrong}, {}, 400) for wrong in ("3", -1, 0, True, float("nan"))),
-        ({"code": "1"}, {"Content-Length": "\u00b2"}, 400),
-        ({"code": "1"}, {"Content-Length": "-1"}, 400),
-        ({"code": "1"}, {"Content-Length": "9" * 5000}, 413),
-    ],
-)
-def test_served_requests_that_are_refused(address: str, body: object, headers: dict, status: int) -> None:
-    assert post(address, body, **headers)[0] == status
-
-
-def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
-        make_server(settings_of(ToolsConfig(**LIMITS)), host="0.0.0.0", port=0)
+def test_served_requests_that_are_refused_also_without_the_token(address: str, monkeypatch) -> None:
+    times = [{"run_timeout": wrong} for wrong in ("3", -1, 0, True, float("nan"))]
+    wrong = [{"language": "bash"}, {"files": {"a": "b"}}, *times]
+    for body in ([], *({"code": "x"} | more for more in wrong)):
+        assert post(address, body)[0] == 400, body
+    for length, status in (("\u00b2", 400), ("-1", 400), ("9" * 5000, 413)):
+        assert post(address, {"code": "1"}, **{"Content-Length": length})[0] == status
     settings = settings_of(ToolsConfig(**LIMITS, preload=()))
-    server, _ = make_server(settings, port=0, token="secret", connections=8)
-    with served(server) as address:
-        wrong = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Bearer \u00e9"}]
-        assert [post(address, {"code": "1"}, **headers)[0] for headers in wrong] == [401] * 3
-        monkeypatch.setenv("GRPO_TOOLS_TOKEN", "secret")
-        assert run_by(SandboxFusion(address), "print(5)")[0].stdout == "5\n"
-        # Connections that say nothing take all places; the others are closed at once.
-        idle = [socket.create_connection(server.server_address) for _ in range(12)]
-        assert [connection.recv(1) for connection in select.select(idle, [], [], 20)[0]][:1] == [b""]
-        for connection in idle:
-            connection.close()
+    with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
+        make_server(settings, host="0.0.0.0", port=0)
+    monkeypatch.setenv("GRPO_TOOLS_TOKEN", "secret")
+    with served(make_server(settings, port=0, token="secret")[0]) as guarded:
+        assert post(guarded, {"code": "1"})[0] == 401 and run_by(SandboxFusion(guarded), "print(5)")[0].stdout == "5\n"
 
 
 def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
@@ -123,8 +100,8 @@ def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
     known = [(kind, code) for kind, code in LABELLED if kind not in ("output_limit", "crash") and "\0" not in code]
     known = [(kind, code) for kind, code in known if kind != "timeout" or "sleep" in code]
     results = run_by(SandboxFusion(address), *(code for _, code in known))
-    rows = [(r.kind, code, r.error_message) for (_, code), r in zip(known, results, strict=True)]
-    assert [row for row, (kind, _) in zip(rows, known, strict=True) if row[0] != kind] == []
+    pairs = zip(known, results, strict=True)
+    assert [(code, kind, r.kind, r.error_message) for (kind, code), r in pairs if r.kind != kind] == []
 
 
 def test_sandbox_fusion_client_details(address: str) -> None:
@@ -134,7 +111,7 @@ def test_sandbox_fusion_client_details(address: str) -> None:
     assert (error.error_type, error.error_line) == ("AttributeError", 3)
     assert (echo.echo, text.stdout) == ("42", "given\n")
     cells = ["a = 1", "print('loud'); a += 1", "1/0", "a"]
-    shown = run_by(SandboxFusion(address), *cells, session="s", tool="jupyter_code")
+    shown = run_by(SandboxFusion(address), *cells, session="s")
     assert [result.kind for result in shown] == ["ok", "ok", "exception", "ok"]
     assert (shown[3].echo, shown[3].stdout) == ("2", "")
     assert all(result.session_id == "s" and "[session]" not in result.observation for result in shown)
@@ -166,33 +143,27 @@ IN_HARNESS = [
 ]
 
 
-def in_harness(*codes: str) -> ToolResult:
-    """The result of the last of some cells, run by a plain interpreter as a service would."""
-    command = [sys.executable, "-c", wrap([(code, i) for i, code in enumerate(codes)], "1111", 65536)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    run = ServiceRun(done.stdout, done.stderr, timed_out=False, failed=done.returncode != 0, seconds=0.1)
-    return result_of(run, "1111", ToolsConfig(executor=SandboxFusion()))
+def test_programs_in_the_harness() -> None:
+    """Of the last of some cells, run by a plain interpreter as a service would."""
+    for codes, fields in IN_HARNESS:
+        command = [sys.executable, "-c", wrap([(code, i) for i, code in enumerate(codes)], "1111", 65536)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        run = ServiceRun(done.stdout, done.stderr, timed_out=False, failed=done.returncode != 0, seconds=0.1)
+        result = result_of(run, "1111", ToolsConfig(executor=SandboxFusion()))
+        assert {name: getattr(result, name) for name in fields} == fields, result
 
 
-@pytest.mark.parametrize(("codes", "fields"), IN_HARNESS)
-def test_programs_in_the_harness(codes: list[str], fields: dict) -> None:
-    result = in_harness(*codes)
-    assert {name: getattr(result, name) for name in fields} == fields, result
-
-
-def test_what_numpy_draws_is_drawn_again() -> None:
-    draws = [in_harness("import numpy\nx = numpy.random.random()", *["x"] * n).echo for n in (1, 2)]
-    assert draws[0] == draws[1] != ""
-
-
-def test_a_session_keeps_what_its_cells_have_drawn(address: str) -> None:
+def test_a_session_keeps_what_its_cells_have_drawn_and_nothing_after_its_end(address: str) -> None:
     """It is run again for later cells, under the seed of the first one."""
-    service = SandboxFusion(address)
     codes = ["import random, numpy\nx = random.random(), numpy.random.random()\nx", "x", "x"]
-    with make_executor(ToolsConfig(executor=service, wall_s=2.0)) as made:
-        calls = [CodeCall(str(i), "jupyter_code", {"code": code}, "s", seed=i) for i, code in enumerate(codes)]
-        first, second, third = [made.run([call])[0].echo for call in calls]
+    first, second, third = (result.echo for result in run_by(SandboxFusion(address), *codes, session="s"))
     assert first == second == third != ""
+    with make_executor(ToolsConfig(executor=SandboxFusion(address), wall_s=2.0)) as executor:
+        executor.submit(CodeCall("late", "jupyter_code", {"code": "x = 1"}, "s"))
+        executor.close_session("s")
+        assert executor.poll(20.0)[0][1].ok
+        (result,) = executor.run([CodeCall("next", "jupyter_code", {"code": "x"}, "s")])
+    assert result.error_type == "NameError", "a cell that ends after its session leaves nothing behind"
 
 
 LOST = ["import os; os._exit(3)", "import os; os.abort()", "import time; time.sleep(9)"]
@@ -202,23 +173,14 @@ LOST = ["import os; os._exit(3)", "import os; os.abort()", "import time; time.sl
 @pytest.mark.parametrize("kind", [SandboxFusion, CodeJudge])
 def test_every_result_of_a_session_names_it_and_says_what_it_lost(address: str, kind: type) -> None:
     """So a rollout that used one is not resumed without its variables, whatever became of its calls."""
-    with served(judge := Judge()) as judged:
+    with served(judge := judge_server()) as judged:
         service = kind(address if kind is SandboxFusion else judged)
-        results = run_by(service, "x = 1", *LOST, "x=", "x", session="s", tool="jupyter_code")
+        results = run_by(service, "x = 1", *LOST, "x=", "x", session="s")
         judge.broken_for = 10
-        failed = run_by(CodeJudge(judged), "x", session="s", tool="jupyter_code")
+        failed = run_by(CodeJudge(judged), "x", session="s")
     assert {result.session_id for result in results + failed} == {"s"} and failed[0].infra
     told = ["rolled back to the state before" in result.observation for result in results]
     assert told == [False, True, True, True, False, False] and results[-1].echo == "1"
-
-
-def test_a_cell_that_ends_after_its_session_leaves_nothing_behind(address: str) -> None:
-    with make_executor(ToolsConfig(executor=SandboxFusion(address), wall_s=2.0)) as executor:
-        executor.submit(CodeCall("late", "jupyter_code", {"code": "x = 1"}, "s"))
-        executor.close_session("s")
-        assert executor.poll(20.0)[0][1].ok
-        (result,) = executor.run([CodeCall("next", "jupyter_code", {"code": "x"}, "s")])
-    assert result.error_type == "NameError"
 
 
 def test_time_in_the_queue_of_a_server_is_not_that_of_the_program() -> None:
@@ -230,11 +192,6 @@ def test_time_in_the_queue_of_a_server_is_not_that_of_the_program() -> None:
         assert (status, answer["run_result"]["stdout"]) == (200, "1\n") and busy.result()[0] == 200
 
 
-def test_no_service_is_said_at_once() -> None:
-    with pytest.raises(ExecutorFailed, match="no service answers"):
-        run_by(SandboxFusion("http://127.0.0.1:9"))
-
-
 OK = b"HTTP/1.1 200 ok\r\n"
 NEVER_ENDING = {
     "a byte of the body": (OK + b"Content-Length: 100000\r\n\r\n", b"x"),
@@ -243,73 +200,43 @@ NEVER_ENDING = {
     "a byte of the status": (OK[:-2], b"k"),
     "a head that says to wait": (b"", b"HTTP/1.1 100 wait\r\n\r\n"),
     "nothing": (b"", b""),
-    "no connection": (b"", b""),
 }
-"""What a service sends first, and then again and again."""
-
-
-@contextmanager
-def never_ending(way: str) -> Iterator[str]:
-    """The address of a service that answers GET at once, and other requests in one of these ways."""
-    ended, waiting = threading.Event(), []
-
-    def drip(sock: socket.socket) -> None:
-        first, piece = NEVER_ENDING[way]
-        try:
-            sock.sendall(first)
-            while not ended.wait(0.1):
-                sock.sendall(piece)
-        except OSError:
-            pass
-        sock.close()
-
-    def serve() -> None:
-        while not ended.is_set():
-            try:
-                sock = listener.accept()[0]
-            except OSError:
-                return
-            if not sock.recv(4096).startswith(b"GET"):
-                threading.Thread(target=drip, args=(sock,), daemon=True).start()
-                continue
-            sock.sendall(b"HTTP/1.1 404 no\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            sock.close()
-            while way == "no connection" and not ended.wait(0.05):  # the queue of connections is full
-                waiting.append(socket.socket())
-                waiting[-1].setblocking(False)
-                waiting[-1].connect_ex(listener.getsockname())
-
-    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        ended.set()
-        for sock in (listener, *waiting):
-            sock.close()
+"""What a service sends first, and then again and again; it answers GET at once."""
 
 
 @pytest.mark.parametrize("kind", [SandboxFusion, CodeJudge])
 @pytest.mark.parametrize("way", NEVER_ENDING)
 def test_a_service_that_never_ends_its_answer_holds_no_call(way: str, kind: type) -> None:
-    with never_ending(way) as address:
-        config = ToolsConfig(executor=kind(address, timeout_s=0.6), wall_s=2.0)
-        with make_executor(config) as executor:
-            started = time.monotonic()
-            executor.submit(CodeCall("slow", TOOL, {"code": "x" * 100_000}, None))
-            [(_, result)] = executor.poll(8.0)
-            assert (result.kind, result.infra) == ("transport_error", True)
-            assert time.monotonic() - started < 2.0
+    first, piece = NEVER_ENDING[way]
+    ended = threading.Event()
+
+    class Dripping(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            if self.request.recv(4096).startswith(b"GET"):
+                self.request.sendall(b"HTTP/1.1 404 no\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                return
+            with contextlib.suppress(OSError):
+                self.request.sendall(first)
+                while not ended.wait(0.1):
+                    self.request.sendall(piece)
+
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping)
+    with served(server) as address, contextlib.ExitStack() as stack:
+        stack.callback(ended.set)
+        executor = make_executor(ToolsConfig(executor=kind(address, timeout_s=0.6), wall_s=2.0))
+        started = time.monotonic()
+        stack.enter_context(executor).submit(CodeCall("slow", TOOL, {"code": "x" * 100_000}, None))
+        [(_, result)] = executor.poll(8.0)
+        assert (result.kind, result.infra) == ("transport_error", True)
+        assert time.monotonic() - started < 2.0
 
 
-def test_neither_names_nor_handshakes_take_longer_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_names_nor_handshakes_take_longer_than_a_call(monkeypatch) -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     waits = threading.Event()
-    for connection in (
-        TimedConnection("127.0.0.1", silent.getsockname()[1], secure=True),
-        TimedConnection("name.invalid", 80, secure=False),
-    ):
-        if connection.host == "name.invalid":
+    for host, port, secure in (("127.0.0.1", silent.getsockname()[1], True), ("name.invalid", 80, False)):
+        connection = TimedConnection(host, port, secure=secure)
+        if not secure:
             monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: waits.wait(20))
         started = time.monotonic()
         connection.deadline = started + 0.3
@@ -320,18 +247,13 @@ def test_neither_names_nor_handshakes_take_longer_than_a_call(monkeypatch: pytes
     silent.close()
 
 
-class Judge(ThreadingHTTPServer):
+class Judge(BaseHTTPRequestHandler):
     """Answers batches as the service does: with an interpreter per submission; can be made to fail."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.busy_for = self.broken_for = 0
-        super().__init__(("127.0.0.1", 0), JudgeHandler)
 
     def answer(self, submission: dict) -> dict:
         empty = {"success": False, "run_success": False, "cost": 0.1, "stdout": "", "stderr": "", "reason": ""}
-        if self.busy_for:
-            self.busy_for -= 1
+        if self.server.busy_for:
+            self.server.busy_for -= 1
             return empty | {"reason": "queue_timeout"}
         command = [sys.executable, "-I", "-c", submission["solution"]]
         try:
@@ -341,38 +263,39 @@ class Judge(ThreadingHTTPServer):
         good = done.returncode == 0
         return empty | {"success": good, "run_success": good, "stdout": done.stdout, "stderr": done.stderr}
 
-
-class JudgeHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_error(404)
 
     def do_POST(self) -> None:
-        judge, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        judge.sizes.append(len(body["submissions"]))
-        if judge.broken_for:
-            judge.broken_for -= 1
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.sizes.append(len(body["submissions"]))
+        if self.server.broken_for:
+            self.server.broken_for -= 1
             data = b"not json"
         else:
-            data = json.dumps({"results": [judge.answer(submission) for submission in body["submissions"]]}).encode()
+            data = json.dumps({"results": [self.answer(submission) for submission in body["submissions"]]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_: object) -> None:
-        pass
+
+def judge_server() -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.sizes, server.busy_for, server.broken_for = [], 0, 0
+    return server
 
 
 def test_code_judge_client_batches_and_tells_kinds() -> None:
     programs = ["print(1)", "1/0", "x=", "while True: pass", "raise Exception('x')", "print('error: none')"]
-    with served(judge := Judge()) as address:
+    with served(judge := judge_server()) as address:
         results = run_by(CodeJudge(address), *programs)
     assert [r.kind for r in results] == ["ok", "exception", "syntax_error", "timeout", "exception", "ok"]
     assert sum(judge.sizes) == len(programs) and max(judge.sizes) > 1
 
 
 def test_code_judge_client_retries_its_queue_and_broken_answers() -> None:
-    with served(judge := Judge()) as address:
+    with served(judge := judge_server()) as address:
         judge.busy_for = judge.broken_for = 1
         assert run_by(CodeJudge(address), "print(5)")[0].stdout == "5\n"
         judge.broken_for = 10
@@ -380,13 +303,10 @@ def test_code_judge_client_retries_its_queue_and_broken_answers() -> None:
     assert (result.kind, result.infra) == ("transport_error", True)
 
 
-def test_printed_trailer_of_another_run_is_not_believed() -> None:
+def test_only_the_trailer_of_this_run_is_believed_its_texts_are_cut_and_deep_ones_are_not_read() -> None:
     fake = '\n0000{"kind":"ok"}\n'
     assert take_trailer("text" + fake, "1111", 9) == ("text" + fake, None)
     assert take_trailer('x\n1111{"kind":"sandbox_error"}\n', "1111", 9) == ("x", None)
-
-
-def test_texts_of_a_trailer_are_cut_and_deep_ones_are_not_read() -> None:
     texts = dict.fromkeys(("error_type", "error_message", "traceback", "echo"), "x" * 100_000)
     _, report = take_trailer("\n1111" + json.dumps({"kind": "ok"} | texts), "1111", 1000)
     assert max(len(getattr(report, name)) for name in texts) == 8000
