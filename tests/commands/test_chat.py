@@ -1,6 +1,7 @@
 """Talking to a model: a published one and a run, asked once and in a dialogue, calls and results shown as they come."""
 
 import json
+import re
 import shutil
 from functools import partial
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import grpo_roc_jax as g
 from grpo_roc_jax.commands import export
 from grpo_roc_jax.commands.chat import ChatConfig, Dialogue, converse, main, to_json
-from grpo_roc_jax.config import Config, read_config
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.engine.protocol import Finish, Observe, TurnEnd
 from grpo_roc_jax.model.config import ModelConfig
@@ -21,8 +23,7 @@ from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
 from grpo_roc_jax.model.sharding import make_mesh
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.load import open_policy, serving_settings, settings_for
-from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, load_config
-from grpo_roc_jax.train import train
+from grpo_roc_jax.settings.cli import ConfigError, dump_yaml
 from grpo_roc_jax.types import ToolResult, Trajectory, Turn
 from tests.helpers.small_model import publish
 from tests.test_train import TINY
@@ -31,16 +32,15 @@ from tests.test_train import shared_programs as shared_programs  # a fixture
 SHORT = ["--tools.workers=2", "--tools.preload=[]", "--rollout.max_response_tokens=24"]
 CALL = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(6*7)"}}'
 CALLING = f"I compute.</reason><tool_call>\n{CALL}\n</tool_call>"
+ANSWER = "</reason><answer>\\boxed{42}</answer>"
+
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def published(tmp_path_factory):
     return publish(tmp_path_factory.mktemp("chat") / "model")
-
-
-@pytest.fixture
-def published(exported, one_device):
-    return exported
 
 
 class Scripted:
@@ -67,53 +67,43 @@ class Scripted:
         return [environment.completed(0, bare)], None
 
 
-def scripted(sampler, texts):
-    """Lets a scripted policy speak in place of the sampler's; its tokenizer."""
-    sampler.engine = Scripted(sampler, texts)
-    return sampler.chat.tokenizer
-
-
 def test_calls_and_results_are_shown_as_they_come(published):
     seen = []
     with open_policy(str(published), SHORT) as (_, sampling):
-        tokenizer = scripted(sampling.sampler, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
+        sampling.sampler.engine = Scripted(sampling.sampler, [CALLING, ANSWER, "</reason>Yes."])
         dialogue = Dialogue(sampling.sampler, seen.append)
         trajectory = dialogue.ask("What is 6 x 7?")
         assert [type(event) for event in seen] == [Turn, ToolResult, Turn]
         assert seen[1].ok and "42" in seen[1].observation
-        shown = to_json("What is 6 x 7?", trajectory)
+        shown = json.loads(json.dumps(to_json("What is 6 x 7?", trajectory)))
         assert (shown["answer"], shown["stop"]) == ("42", "answer")
         assert shown["turns"][0]["calls"][0]["arguments"] == {"code": "print(6*7)"}
         assert shown["turns"][0]["results"][0]["kind"] == "ok"
-        json.dumps(shown)
         before = trajectory.tokens.tolist()
         tokens = dialogue.ask("Sure?").tokens.tolist()
         assert tokens[: len(before)] == before  # what was said stays, id by id
-        text = tokenizer.decode(tokens[len(before) :])
+        text = sampling.sampler.chat.tokenizer.decode(tokens[len(before) :])
         assert text.startswith("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<reason>")
 
 
-def test_one_question_to_a_published_model_as_json(published, capsys):
+def test_one_question_to_a_published_model_with_unknown_keys_as_json_and_to_none(published, tmp_path, capsys):
     assert ChatConfig("model").temperature == 0.0, "answers are greedy"
-    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", *SHORT]) == 0
+    folder = shutil.copytree(published, tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"odd_key": 3}))
+    words = [str(folder), "--prompt", "What is 2 + 2?", "--json", *SHORT]
+    assert main(words) == 2
+    assert "not supported: odd_key = 3" in capsys.readouterr().err
+    assert main([*words, "--model.ignore_keys", "odd_key"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["prompt"] == "What is 2 + 2?" and 0 < shown["tokens"] <= 24
+    expected = "no such directory; must be a run, one of its checkpoints, the directory of a model, a hub id ORG/NAME"
+    for name in (str(tmp_path / "nothing"), "runs/nothing", "nothing"):
+        assert main([name, "--prompt", "x"]) == 2
+        assert f"{name}: {expected}" in capsys.readouterr().err
 
 
-def test_a_dialogue_in_the_terminal(published):
-    console = Console(record=True, width=100)
-    lines = iter(["Hello", "/new", "Hello again", ""])
-    with open_policy(str(published), SHORT) as (_, sampling):
-        dialogue = Dialogue(sampling.sampler)
-        converse(dialogue, console, lambda: next(lines))
-        assert dialogue.questions == 2
-        with pytest.raises(
-            ValueError, match=r"the question has \d+ tokens, rollout\.max_prompt_tokens = 768; raise it"
-        ):
-            dialogue.ask("Still there? " * 800)
-
-
-@pytest.mark.parametrize("texts", [(), (CALLING, CALLING, "</reason><answer>\\boxed{42}</answer>")])
+@pytest.mark.parametrize("texts", [(), (CALLING, CALLING, ANSWER)])
 def test_an_interrupt_stops_an_answer_and_not_the_dialogue(published, texts):
     """Of the policy itself, and beside a call that runs. The next answer is that of a new dialogue."""
     console, lines, errors = Console(record=True, width=100), iter(["Hello", "What is 6 x 7?", ""]), [KeyboardInterrupt]
@@ -125,7 +115,7 @@ def test_an_interrupt_stops_an_answer_and_not_the_dialogue(published, texts):
     with open_policy(str(published), SHORT) as (_, sampling):
         engine, dialogue = sampling.sampler.engine, Dialogue(sampling.sampler, interrupt_once)
         if texts:
-            scripted(sampling.sampler, texts)
+            sampling.sampler.engine = Scripted(sampling.sampler, texts)
         converse(dialogue, console, lambda: next(lines))
         ((question, answer),) = dialogue.exchanges
         sampling.sampler.engine = Scripted(sampling.sampler, texts[1:]) if texts else engine
@@ -135,31 +125,31 @@ def test_an_interrupt_stops_an_answer_and_not_the_dialogue(published, texts):
 
 
 def test_ten_questions_are_answered_where_the_prompt_has_room_for_three(published):
-    console, answer = Console(record=True, width=100), "</reason><answer>\\boxed{42}</answer>"
-    words = [*SHORT, "--rollout.max_prompt_tokens=200"]
-    with open_policy(str(published), words) as (_, sampling):
-        tokenizer, dialogue = scripted(sampling.sampler, [answer] * 10), Dialogue(sampling.sampler)
+    console = Console(record=True, width=100)
+    with open_policy(str(published), [*SHORT, "--rollout.max_prompt_tokens=200"]) as (_, sampling):
+        sampling.sampler.engine = Scripted(sampling.sampler, [ANSWER] * 12)
+        tokenizer, dialogue = sampling.sampler.chat.tokenizer, Dialogue(sampling.sampler)
         first = tokenizer.decode(dialogue.ask("question 0?").tokens)
         remembered = []
         for number in range(1, 10):
             trajectory = dialogue.ask(f"question {number}?")
             assert trajectory.prompt_length <= 200 and trajectory.stop == "answer"
             text = tokenizer.decode(trajectory.tokens)
-            assert text.startswith(first.split("question 0?")[0]) and text.count(answer) == len(dialogue.exchanges)
+            assert text.startswith(first.split("question 0?")[0]) and text.count(ANSWER) == len(dialogue.exchanges)
             remembered.append([int(part[0]) for part in text.split("question ")[1:]])
         assert remembered[0] == [0, 1] and remembered[-1][-1] == 9
         assert all(numbers == list(range(numbers[0], numbers[-1] + 1)) for numbers in remembered)
         assert 0 < remembered[-1][0] < 9, "the oldest are left out, the newest stay"
-        lines = iter(["question 10?", ""])
-        dialogue.sampler.engine.texts.append(answer)
+        lines = iter(["question 10?", "/new", "question 11?", "Still there? " * 800, ""])
         converse(dialogue, console, lambda: next(lines))
-        assert "answered without the 1 oldest questions" in console.export_text()
+        assert dialogue.questions == 12 and not dialogue.exchanges, "those of before the last one had no room"
+    text = " ".join(console.export_text().split())
+    assert "answered without the 1 oldest questions" in text
+    assert re.search(r"the question has \d+ tokens, rollout\.max_prompt_tokens = 200; raise it", text)
 
 
-@pytest.mark.usefixtures("one_device")
 def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):
-    config = load_config(Config, [*TINY, f"--run_dir={tmp_path / 'run'}", "--steps=1"], prog="test")
-    train(config)
+    g.train_policy(g.read_config(*TINY, f"--run_dir={tmp_path / 'run'}", "--steps=1"))
     assert main([str(tmp_path / "run"), "--prompt", "1 + 1?", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 16
 
@@ -173,17 +163,6 @@ def test_what_fits_the_rows_and_devices_of_a_run_prevents_no_dialogue(tmp_path, 
     opened = settings_for(str(tmp_path), [], "test")
     opened.rollout.check_shards(make_mesh(opened.sharding).size)
     assert opened.rollout.slots == jax.device_count() == 8
-
-
-def test_unknown_keys_are_ignored_where_the_command_line_says_so(published, tmp_path, capsys):
-    folder = shutil.copytree(published, tmp_path / "odd")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"odd_key": 3}))
-    words = [str(folder), "--prompt", "What is 2 + 2?", "--json", *SHORT]
-    assert main(words) == 2
-    assert "not supported: odd_key = 3" in capsys.readouterr().err
-    assert main([*words, "--model.ignore_keys", "odd_key"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] > 0
 
 
 @pytest.mark.slow
@@ -224,25 +203,3 @@ def test_the_model_of_an_adapter_is_named_by_its_path(tmp_path, read):
     for word in ("--model", f"--model={base}", f"model={base}"):
         with pytest.raises(ConfigError, match=r"model = .* is a section; set one of its fields, such as model\.path"):
             read(str(adapter), [word], "test")
-
-
-def test_what_is_no_model_is_said(tmp_path, capsys):
-    expected = "no such directory; must be a run, one of its checkpoints, the directory of a model, a hub id ORG/NAME"
-    for name in (str(tmp_path / "nothing"), "runs/nothing", "nothing"):
-        assert main([name, "--prompt", "x"]) == 2
-        assert f"{name}: {expected}" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_cache_of_a_dialogue_grows_with_it_and_changes_no_answer(published):
-    """It begins with 512 tokens, unless the setting is given, and answers as with the whole cache."""
-    answers, blocks = [], []
-    for words in ([], ["--rollout.kv_start=0"]):
-        with open_policy(str(published), [*SHORT, "--rollout.slots=1", *words], prog="test") as (_, sampling):
-            programs, dialogue = sampling.sampler.engine.programs, Dialogue(sampling.sampler)
-            before = programs.size.blocks
-            answers.append([dialogue.ask("How many are 6 * 7 ? " * 4).tokens.tolist() for _ in range(12)])
-            blocks.append((before, programs.size.blocks, programs.largest_size.blocks))
-    (start, grown, largest), full = blocks
-    assert 512 <= start * 64 < 1024 and start < grown <= largest and set(full) == {largest}
-    assert answers[0] == answers[1] and max(map(len, answers[0])) > 512

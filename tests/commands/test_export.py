@@ -72,13 +72,12 @@ def test_models_that_were_never_published_load_too(tmp_path, options):
 def test_stop_ids_join_those_of_the_source(tmp_path):
     params = jax.device_put(random_params(SMALL))
     export_model(params, SMALL, tmp_path / "in", text=TextFiles({"tokenizer.json": b"{}"}, (7,), 3))
-    generation = json.loads((tmp_path / "in" / "generation_config.json").read_text())
-    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(generation | {"temperature": 0.6}))
+    file = tmp_path / "in" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.6}))
     config = resolve_config(ModelConfig(path=str(tmp_path / "in")))
     names = export_model(params, config, tmp_path / "out", text=TextFiles({}, (9, 7), 3))
     assert names == ["model.safetensors", "config.json", "generation_config.json"]
-    published = json.loads((tmp_path / "out" / "config.json").read_text())
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    published, generation = (json.loads((tmp_path / "out" / name).read_text()) for name in names[1:])
     assert published["eos_token_id"] == generation["eos_token_id"] == [9, 7]
     assert (generation["temperature"], generation["pad_token_id"]) == (0.6, 3)
     assert published["torch_dtype"] == "bfloat16"
@@ -90,60 +89,51 @@ def test_stop_ids_join_those_of_the_source(tmp_path):
 def test_a_failed_export_leaves_nothing(tmp_path):
     params = random_params(SMALL)
     params["final_norm"][0] = np.inf
-    params = jax.device_put(params)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds values that are not finite"):
-        export_model(params, SMALL, tmp_path / "out")
+        export_model(jax.device_put(params), SMALL, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_overwritten_and_an_empty_directory_is_filled(tmp_path):
+def test_nothing_is_overwritten_and_an_empty_directory_is_filled(tmp_path, capsys):
+    """A target that cannot be written is refused before weights are loaded, which this run has none of."""
     (tmp_path / "out").mkdir()
     atomically(tmp_path / "out", lambda folder: [(folder / "a").write_text("b")])
-    assert (tmp_path / "out" / "a").read_text() == "b"
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="exists already; name a new directory"):
         atomically(tmp_path / "out", lambda folder: [])
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-
-
-def test_a_target_that_cannot_be_written_is_refused_before_the_weights_are_loaded(tmp_path, capsys):
-    """This run has none, which is not noticed."""
-    (tmp_path / "config.yaml").write_text("seed: 0")
-    (tmp_path / "checkpoints").mkdir()
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {"a": "b", "notes.txt": "mine"}
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("seed: 0")
     for target, why in (("config.yaml/model", "must be a directory that can be created"), ("", "exists already")):
-        assert main([str(tmp_path), str(tmp_path / target)]) == 2
+        assert main([str(run), str(run / target)]) == 2
         assert why in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml"]
 
 
-def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
+def exported_text(folder, config):
+    """(tokenizer, the one that transformers reads) of a model that was exported with this text."""
     transformers = need_transformers()
-    config = TextConfig()
     tokenizer = load_tokenizer(config)
-    text = text_files(config, tokenizer)
-    model = replace(SMALL, vocab_size=400)
-    export_model(jax.device_put(random_params(model)), model, tmp_path / "out", text=text)
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = replace(SMALL, vocab_size=-(-tokenizer.vocab_size // 16) * 16)
+    export_model(jax.device_put(random_params(model)), model, folder, text=text_files(config, tokenizer))
+    return tokenizer, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_tokenizers_load_elsewhere_with_tokens_that_were_added(tmp_path):
+    config = TextConfig()
+    tokenizer, exported = exported_text(tmp_path / "out", config)
     for sample in ("What is 12 x 34?\nprint(5)", "  two  spaces \n\n", "é ü 語"):
         assert exported(sample, add_special_tokens=False).input_ids == tokenizer.encode(sample)
     assert (exported.eos_token_id, exported.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
-    chat = make_chat(config, tokenizer)
     problem = Problem(uid="p", prompt="What is 6 x 7?", answer="42", source="s")
     messages = [{"role": "user", "content": problem.prompt}]
     ids = exported.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert list(ids) == chat.prompt_ids(problem)
-
-
-def test_added_tokens_are_exported_and_read_again(tmp_path):
-    transformers = need_transformers()
-    folder = make_directory(tmp_path, "chatml_tools")
-    reward = ("<|high_reward|>", "<|low_reward|>")
-    config = TextConfig(tokenizer=TokenizerFile(path=str(folder), added_tokens=reward), template="model")
-    tokenizer = load_tokenizer(config)
-    model = replace(SMALL, vocab_size=-(-tokenizer.vocab_size // 16) * 16)
-    export_model(jax.device_put(random_params(model)), model, tmp_path / "out", text=text_files(config, tokenizer))
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    again = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "out")))
+    assert list(ids) == make_chat(config, tokenizer).prompt_ids(problem)
+    folder, reward = make_directory(tmp_path, "chatml_tools"), ("<|high_reward|>", "<|low_reward|>")
+    file = TokenizerFile(path=str(folder), added_tokens=reward)
+    tokenizer, exported = exported_text(tmp_path / "added", TextConfig(tokenizer=file, template="model"))
+    again = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "added")))
     for text in reward:
         assert exported(text, add_special_tokens=False).input_ids == [tokenizer.special(text)] == [again.special(text)]
     assert exported("print(6)", add_special_tokens=False).input_ids == tokenizer.encode("print(6)")

@@ -51,14 +51,11 @@ def test_a_new_project_takes_two_steps(project):
     assert g.train_policy(g.read_config("config.yaml", *settings))["steps"] == 2
 
 
-def test_a_directory_that_holds_something_is_left_alone(tmp_path, capsys):
+def test_a_directory_that_holds_something_is_left_alone_and_the_next_command_can_be_pasted(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["new", str(tmp_path)]) == 2
     assert "is not an empty directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_the_next_command_can_be_pasted(tmp_path, capsys):
     assert main(["new", str(tmp_path / "my first")]) == 0
     assert f"next: cd '{tmp_path}/my first' && grpo-roc train config.yaml" in capsys.readouterr().out
 

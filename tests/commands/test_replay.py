@@ -1,6 +1,5 @@
 """A batch that was kept is replayed alone: the numbers of the run come out again, and a bad row is named."""
 
-import json
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -49,10 +48,8 @@ def test_the_row_that_is_not_finite_is_named(alarmed_run, tmp_path, capsys):
     _, path = alarmed_run
     with np.load(path) as archive:
         arrays = dict(archive)
-    arrays["0/1/logprobs_old"] = arrays["0/1/logprobs_old"] * np.nan
-    bad = tmp_path / "bad.npz"
-    np.savez(bad, **arrays)
-    assert main([str(bad)]) == 0
+    np.savez(tmp_path / "bad.npz", **arrays | {"0/1/logprobs_old": arrays["0/1/logprobs_old"] * np.nan})
+    assert main([str(tmp_path / "bad.npz")]) == 0
     out = capsys.readouterr().out
     assert out.count("NOT FINITE") == 1 and "row 1: NOT FINITE: logprobs_old; loss nan" in out
 
@@ -72,14 +69,6 @@ def test_rows_are_read_back_as_they_were_kept(tmp_path):
         np.testing.assert_array_equal(getattr(loaded, item.name), getattr(row, item.name))
 
 
-@pytest.mark.parametrize(
-    "words", [["--checkpoint", "last"], ["--checkpoint=last"], ["--checkpoint"], ["--checkpoint="]]
-)
-def test_a_checkpoint_is_a_number(words, capsys):
-    assert main(["batches/step_1.npz", *words]) == 2
-    assert "; must be the number of a step" in capsys.readouterr().err
-
-
 def test_files_are_few_and_unreadable_ones_refused(alarmed_run, tmp_path, capsys):
     _, path = alarmed_run
     about, batches = read_batch(path)
@@ -87,7 +76,10 @@ def test_files_are_few_and_unreadable_ones_refused(alarmed_run, tmp_path, capsys
     (tmp_path / "batches").mkdir()
     for i in range(KEPT_FILES):
         (tmp_path / "batches" / f"step_{i:08d}.npz").write_bytes(b"")
-    assert keep_batch(tmp_path, json.loads('"x"'), 99, [], "why") is None
+    assert keep_batch(tmp_path, "x", 99, [], "why") is None
     (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:200])
     assert main([str(tmp_path / "cut.npz")]) == 2 and "replay: " in capsys.readouterr().err
     assert main([]) == 2
+    for words in (["--checkpoint", "last"], ["--checkpoint=last"], ["--checkpoint"], ["--checkpoint="]):
+        assert main(["batches/step_1.npz", *words]) == 2
+        assert "; must be the number of a step" in capsys.readouterr().err

@@ -83,15 +83,8 @@ PAUSE_S = (5.0, 8.0)
 """Between two of them: a call is run again once, and one that dies with both attempts costs its rollout."""
 DEPTH = {"executor": 1, "worker": 2, "program": 4}
 """Generations below the trainer."""
-CLOCK = (
-    "time/",
-    "compile/",
-    "tools/",
-    "rollout/tokens_per_s",
-    "rollout/compilations",
-    "rollout/slot_use",
-    "rollout/cache_",
-)
+CLOCK = ("time/", "compile/", "tools/", "rollout/tokens_per_s", "rollout/compilations", "rollout/slot_use")
+CLOCK += ("rollout/cache_",)
 """Metrics that depend on the clock. How long calls take decides how many rows hold a part of the cache at a time."""
 CLOSE = 1e-4
 """Largest difference that counts as rounding, relative and absolute."""
@@ -130,22 +123,20 @@ class Room(Environment):
 def write_traces(path: Path, mode: str) -> None:
     """Demonstrations: a call that takes 0.2 s and prints a digit, or for `plain` a text."""
     rng = random.Random(0)
-    rows = []
-    for _ in range(1 if mode == "plain" else 64):
+    rows = [[{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]]
+    if mode != "plain":
+        rows.clear()
+    for _ in range(64 if mode != "plain" else 0):
         question, digit = f"{rng.randint(2, 99)}*{rng.randint(2, 99)}", str(rng.randint(0, 9))
         arguments = {"code": f"import time;time.sleep(.2);print({digit})", "input": ""}
-        call = {"id": "a", "type": "function"}
-        call["function"] = {"name": "python_code_with_standard_io", "arguments": arguments}
-        rows.append(
-            [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "a", "content": digit},
-                {"role": "assistant", "content": f"\\boxed{{{digit}}}"},
-            ]
-        )
-    if mode == "plain":
-        rows = [[{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]]
+        called = {"name": "python_code_with_standard_io", "arguments": arguments}
+        asked, answer = {"role": "user", "content": question}, {"role": "assistant", "content": f"\\boxed{{{digit}}}"}
+        calling = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "a", "type": "function", "function": called}],
+        }
+        rows.append([asked, calling, {"role": "tool", "tool_call_id": "a", "content": digit}, answer])
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
 
 
@@ -161,13 +152,10 @@ def launch(run_dir: Path, mode: str, fault: str = "") -> subprocess.Popen:
 def descendants(pid: int) -> dict[int, int]:
     """Those of a process that live -> generations below it."""
     parents: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        state, parent = state_and_parent(name)
         if state not in "ZX":
-            parents.setdefault(int(parent), []).append(int(path.parent.name))
+            parents.setdefault(parent, []).append(int(name))
     depths, waiting = {}, [(pid, 0)]
     while waiting:
         parent, depth = waiting.pop()
@@ -177,16 +165,17 @@ def descendants(pid: int) -> dict[int, int]:
     return depths
 
 
-def children(pid: int) -> list[int]:
-    """All descendants of a process that live."""
-    return list(descendants(pid))
+def state_and_parent(pid: int | str) -> tuple[str, int]:
+    """Letter of the state of a process and its parent; of one that is gone as of one that has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "X", 0
+    return state, int(parent)
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return state_and_parent(pid)[0] not in "ZX"
 
 
 def ends(pids: list[int], seconds: float) -> bool:
@@ -197,12 +186,9 @@ def ends(pids: list[int], seconds: float) -> bool:
     return not any(map(alive, pids))
 
 
-def goes_on(run_dir: Path, began: float) -> bool:
-    """Whether a start is past its preparations, in which the executor runs a program of its own."""
-    try:
-        return (run_dir / "config.yaml").stat().st_mtime >= began
-    except OSError:
-        return False
+def children(pid: int) -> list[int]:
+    """All descendants of a process that live."""
+    return list(descendants(pid))
 
 
 def strike(process: subprocess.Popen, who: str, pause_s: float) -> tuple[int, int] | None:
@@ -218,13 +204,11 @@ def strike(process: subprocess.Popen, who: str, pause_s: float) -> tuple[int, in
             busy = [pid for pid in busy if max(descendants(pid).values(), default=0) >= DEPTH["program"] - 2]
         if programs and busy:
             victim = process.pid if who == "calls" else busy[0]
-            before = process.poll() is None and alive(victim)
-            if not before:
+            if process.poll() is not None or not alive(victim):
                 return None
             os.kill(victim, signal.SIGKILL)
-            if who == "calls":
-                return int(process.wait() == -signal.SIGKILL), programs
-            return int(ends([victim], 5)), programs
+            died = process.wait() == -signal.SIGKILL if who == "calls" else ends([victim], 5)
+            return int(died), programs
         time.sleep(0.02)
     return None
 
@@ -235,6 +219,7 @@ def kill(run_dir: Path, mode: str, aim: str, rng: random.Random, usual_s: float)
     point = rng.choice(AIMS[aim]) if aim in AIMS else ""
     fault = f"{point}=kill@{rng.randint(1, MOST.get(aim, 3))}" if point else ""
     process = launch(run_dir, mode, fault)
+    settings = run_dir / "config.yaml"  # written after the preparations, in which the executor runs its own program
     dead, in_flight, family = 0, [], set()
     try:
         if point:
@@ -250,7 +235,7 @@ def kill(run_dir: Path, mode: str, aim: str, rng: random.Random, usual_s: float)
                 process.kill()
             dead = int(process.wait() == -signal.SIGKILL)
         else:
-            while process.poll() is None and not goes_on(run_dir, begun_at):
+            while process.poll() is None and not (settings.exists() and settings.stat().st_mtime >= begun_at):
                 time.sleep(0.02)
             for number in range(1 if aim == "calls" else VICTIMS_A_START):
                 family |= set(children(process.pid))
@@ -272,9 +257,8 @@ def kill(run_dir: Path, mode: str, aim: str, rng: random.Random, usual_s: float)
 
 def state_of(run_dir: Path, mode: str) -> dict[str, Any]:
     """What must be equal: metrics without clocks, trajectories, parameters; and the share of rollouts with a call."""
-    metrics = [
-        {name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(run_dir)
-    ]
+    rows = read_metrics(run_dir)
+    metrics = [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows]
     traces: dict[str, list] = {}
     logprobs: dict[str, list] = {}
     calls, versions = [], []
@@ -290,8 +274,9 @@ def state_of(run_dir: Path, mode: str) -> dict[str, Any]:
                 versions.append((step, record.problem.uid, trajectory.versions[trajectory.policy_mask]))
     config = read_config("toy.yaml", *SETTINGS, *MODES[mode])
     model = resolve_model(config.model, load_tokenizer(config.text))
-    like = jax.eval_shape(lambda: init_params(jax.random.key(0), model))
-    step, params = restore_params(run_dir / "checkpoints", like)
+    step, params = restore_params(
+        run_dir / "checkpoints", jax.eval_shape(lambda: init_params(jax.random.key(0), model))
+    )
     parameters = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
     numbers = {"metrics": metrics, "logprobs": logprobs, "parameters": parameters}
     return {"step": step, "traces": traces, "calls": float(np.mean(calls)), "versions": versions, **numbers}
@@ -348,21 +333,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    folder = options.folder / options.mode
+    mode, folder = options.mode, options.folder / options.mode
     folder.mkdir(parents=True, exist_ok=True)
-    write_traces(folder / "talk.jsonl", options.mode)
+    write_traces(folder / "talk.jsonl", mode)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.folder / "programs"))
     reference, clock = folder / "reference", folder / "seconds"
     if not clock.exists():
         for _ in range(2):  # the second time with compiled programs
             shutil.rmtree(reference, ignore_errors=True)
             begun = time.monotonic()
-            if launch(reference, options.mode).wait():
+            if launch(reference, mode).wait():
                 raise SystemExit(f"the reference fails; see {reference}.log")
         clock.write_text(str(time.monotonic() - begun))
-    usual_s, expected = float(clock.read_text()), state_of(reference, options.mode)
+    usual_s, expected = float(clock.read_text()), state_of(reference, mode)
     lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    mine = [line for line in lines if line["mode"] == options.mode]
+    mine = [line for line in lines if line["mode"] == mode]
     run = 1 + max((line["run"] for line in mine), default=-1)
     kills, wrong = sum(line["dead"] for line in mine), sum(line.get("equal") == "differs" for line in mine)
     for run in range(run, run + options.runs):  # noqa: B020 (goes on where the last call ended)
@@ -370,21 +355,19 @@ def main() -> int:
             break
         run_dir = folder / f"run_{run:04d}"
         shutil.rmtree(run_dir, ignore_errors=True)
-        last = ("random",) if options.mode == "plain" else LAST
-        aims = [FIRST[run % len(FIRST)], THEN[run % len(THEN)], last[run % len(last)]]
-        if options.mode == "plain":
-            aims = [aim.replace("calls", "random") for aim in aims]
+        aims = [turn[run % len(turn)] for turn in (FIRST, THEN, ("random",) if mode == "plain" else LAST)]
+        aims = [aim.replace("calls", "random") if mode == "plain" else aim for aim in aims]
         for number, aim in enumerate(aims):
-            rng = random.Random(f"{options.seed} {options.mode} {run} {number}")
-            line = {"mode": options.mode, "run": run} | kill(run_dir, options.mode, aim, rng, usual_s)
+            rng = random.Random(f"{options.seed} {mode} {run} {number}")
+            line = {"mode": mode, "run": run} | kill(run_dir, mode, aim, rng, usual_s)
             kills += line["dead"]
             if line["status"] >= 0 or number == len(aims) - 1:
-                line["end"] = line["status"] and launch(run_dir, options.mode).wait()
+                line["end"] = line["status"] and launch(run_dir, mode).wait()
                 if line["end"]:
                     line |= {"equal": "differs", "differs": [f"status {line['end']}"]}
                 else:
-                    reached = state_of(run_dir, options.mode)
-                    line |= {"calls": round(reached["calls"], 3)} | comparison(expected, reached, options.mode)
+                    reached = state_of(run_dir, mode)
+                    line |= {"calls": round(reached["calls"], 3)} | comparison(expected, reached, mode)
                 wrong += line["equal"] == "differs"
                 if line["equal"] != "differs":
                     shutil.rmtree(run_dir)
@@ -393,7 +376,7 @@ def main() -> int:
             print(json.dumps(line), flush=True)
             if "end" in line:
                 break
-    print(json.dumps({"mode": options.mode, "kills": kills, "runs that differ": wrong, "steps": STEPS}))
+    print(json.dumps({"mode": mode, "kills": kills, "runs that differ": wrong, "steps": STEPS}))
     return int(wrong > 0)
 
 

@@ -62,30 +62,15 @@ SWAPS: dict[type, type] = {
 }
 WRITTEN = (
     # The failures that are kept are the first ones.
-    (
-        "method",
-        "method/roc.py",
-        'if config.negative_select == "uniform" else',
-        'if config.negative_select == "first" else',
-    ),
+    ("method/roc.py", 'if config.negative_select == "uniform" else', 'if config.negative_select == "first" else'),
     # They are drawn alike in every group.
-    (
-        "method",
-        "method/roc.py",
-        "rng.permutation(len(negative))",
-        "np.random.default_rng(0).permutation(len(negative))",
-    ),
+    ("method/roc.py", "rng.permutation(len(negative))", "np.random.default_rng(0).permutation(len(negative))"),
     # The first rollout of each request is lost between engine and scorer.
-    (
-        "sample",
-        "run/sample.py",
-        "tuple(new), options.step, request.place",
-        "tuple(new[1:]), options.step, request.place",
-    ),
+    ("run/sample.py", "tuple(new), options.step, request.place", "tuple(new[1:]), options.step, request.place"),
     # The last request is lost there.
-    ("sample", "run/sample.py", "rows[first:]", "[*rows[first:-1], ()]"),
+    ("run/sample.py", "rows[first:]", "[*rows[first:-1], ()]"),
 )
-"""(area, module, text, text instead) of edits that no rule above makes; they come first."""
+"""(module, text, text instead) of edits that no rule above makes; they come first."""
 FILES = 5
 """Test files of a mutant, at most."""
 CPU_S, WALL_S = 150, 600
@@ -110,51 +95,37 @@ class Mutant:
         return source[: self.span[0]] + new.encode() + source[self.span[1] :]
 
 
-class Edits(ast.NodeVisitor):
-    """Collects (kind, node, edited node); leaves out annotations, messages, logs, f-strings and decorators."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[str, ast.expr, ast.expr]] = []
-
-    def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
-            return
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "warnings.")):
-            return
-        if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: changes nothing unless a length is wrong
-            return
-        self._edit(node)
-        for name, value in ast.iter_fields(node):
-            if name not in ("annotation", "returns", "decorator_list", "bases", "type_params"):
-                for child in value if isinstance(value, list) else [value]:
-                    if isinstance(child, ast.AST):
-                        self.visit(child)
-
-    def _edit(self, node: ast.AST) -> None:
-        def note(kind: str, old: ast.expr, new: ast.expr) -> None:
-            self.found.append((kind, old, new))
-
-        match node:
-            case ast.Compare(left, ops, right):
-                for i, op in enumerate(ops):
-                    note("comparison", node, ast.Compare(left, [*ops[:i], SWAPS[type(op)](), *ops[i + 1 :]], right))
-            case ast.BinOp(left, op, right) if type(op) in SWAPS and not is_text(left) and not is_text(right):
-                note("arithmetic", node, ast.BinOp(left, SWAPS[type(op)](), right))
-            case ast.BoolOp(op, values):
-                note("condition", node, ast.BoolOp(SWAPS[type(op)](), values))
-            case ast.UnaryOp(ast.Not(), operand):
-                note("condition", node, operand)
-            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-                if not isinstance(test, ast.Compare | ast.UnaryOp):
-                    note("condition", test, ast.UnaryOp(ast.Not(), test))
-            case ast.Constant(value=bool(value)):
-                note("constant", node, ast.Constant(not value))
-            case ast.Constant(value=int(value)):
-                note("constant", node, ast.Constant(value + 1))
-            case ast.Constant(value=float(value)):
-                note("constant", node, ast.Constant(value * 2 or 1.0))
-            case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
-                note("return", value, ast.Constant(None))
+def edits_of(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
+    """(kind, node, edited node) of all edits; leaves out annotations, messages, logs, f-strings and decorators."""
+    strict = isinstance(node, ast.keyword) and node.arg == "strict"  # of zip: changes nothing unless a length is wrong
+    logs = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "warnings."))
+    if strict or logs or isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+        return
+    match node:
+        case ast.Compare(left, ops, right):
+            for i, op in enumerate(ops):
+                yield "comparison", node, ast.Compare(left, [*ops[:i], SWAPS[type(op)](), *ops[i + 1 :]], right)
+        case ast.BinOp(left, op, right) if type(op) in SWAPS and not is_text(left) and not is_text(right):
+            yield "arithmetic", node, ast.BinOp(left, SWAPS[type(op)](), right)
+        case ast.BoolOp(op, values):
+            yield "condition", node, ast.BoolOp(SWAPS[type(op)](), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield "condition", node, operand
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            if not isinstance(test, ast.Compare | ast.UnaryOp):
+                yield "condition", test, ast.UnaryOp(ast.Not(), test)
+        case ast.Constant(value=bool(value)):
+            yield "constant", node, ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield "constant", node, ast.Constant(value + 1)
+        case ast.Constant(value=float(value)):
+            yield "constant", node, ast.Constant(value * 2 or 1.0)
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield "return", value, ast.Constant(None)
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+            for child in value if isinstance(value, list) else [value]:
+                yield from edits_of(child) if isinstance(child, ast.AST) else ()
 
 
 def is_text(node: ast.expr) -> bool:
@@ -165,9 +136,8 @@ def mutants_of(area: str, path: Path) -> Iterator[Mutant]:
     source = path.read_bytes()
     lines = source.splitlines(keepends=True)
     starts = [0, *accumulate(map(len, lines))]
-    edits, seen, relative = Edits(), Counter(), str(path.relative_to(ROOT))
-    edits.visit(ast.parse(source))
-    for kind, node, edited in edits.found:
+    seen, relative = Counter(), str(path.relative_to(ROOT))
+    for kind, node, edited in edits_of(ast.parse(source)):
         begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         new = ast.unparse(ast.fix_missing_locations(edited))
         where = f"{relative} {lines[node.lineno - 1].decode().strip()} {node.col_offset} {new}"
@@ -184,16 +154,15 @@ def written_mutants() -> list[Mutant]:
         ValueError: A text that its module does not have exactly once: the module has changed, so the edit must too.
     """
     mutants = []
-    for area, module, old, new in WRITTEN:
+    for module, old, new in WRITTEN:
         path = ROOT / "grpo_roc_jax" / module
-        source = path.read_bytes()
-        if source.count(old.encode()) != 1:
-            raise ValueError(f"{module} has {source.count(old.encode())} times {old!r}, must be once; edit WRITTEN")
-        begin = source.index(old.encode())
-        line, name = source[:begin].count(b"\n") + 1, hashlib.blake2b(f"{module} {old} {new}".encode(), digest_size=6)
-        span = (begin, begin + len(old.encode()))
-        relative = str(path.relative_to(ROOT))
-        mutants.append(Mutant(area, relative, line, "written", old, new, span, name.hexdigest()))
+        before, *after = path.read_bytes().split(old.encode())
+        if len(after) != 1:
+            raise ValueError(f"{module} has {len(after)} times {old!r}, must be once; edit WRITTEN")
+        area, span = "sample" if path.stem == "sample" else path.parent.name, (len(before), len(before + old.encode()))
+        name = hashlib.blake2b(f"{module} {old} {new}".encode(), digest_size=6).hexdigest()
+        place = str(path.relative_to(ROOT)), before.count(b"\n") + 1
+        mutants.append(Mutant(area, *place, "written", old, new, span, name))
     return mutants
 
 
@@ -268,8 +237,8 @@ def run_tests(copy: Path, words: list[str]) -> dict[str, Any]:
     return {"status": -1 if late else status, "by": first, "seconds": round(time.monotonic() - begun, 1)}
 
 
-def outcome(result: dict[str, Any]) -> str:
-    return {0: "survived", -1: "out of time", 5: "no tests"}.get(result["status"], "noticed")
+OUTCOMES = {0: "survived", -1: "out of time", 5: "no tests"}
+"""Of a mutant, by the status of its tests; others are noticed."""
 
 
 def judge(copy: Path, mutant: Mutant) -> dict[str, Any]:
@@ -284,14 +253,14 @@ def judge(copy: Path, mutant: Mutant) -> dict[str, Any]:
     finally:
         target.write_bytes(before)
         os.utime(target, (stamp.st_mtime, stamp.st_mtime))
-    return line | {"outcome": outcome(result), **result}
+    return line | {"outcome": OUTCOMES.get(result["status"], "noticed"), **result}
 
 
 def table(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts by area, without mutants that change nothing (`reason` begins with `equivalent`)."""
-    reasons = {line["mutant"]: line["reason"] for line in lines if "reason" in line}
-    judged = {line["mutant"]: line for line in lines if "outcome" in line}.values()
-    counted = [line for line in judged if not reasons.get(line["mutant"], "").startswith("equivalent")]
+    same = {line["mutant"] for line in lines if line.get("reason", "").startswith("equivalent")}
+    judged = {line["mutant"]: line for line in lines if "outcome" in line}
+    counted = [line for mutant, line in judged.items() if mutant not in same]
     areas: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for line in counted:
         areas[line["area"]][line["outcome"]] += 1
@@ -304,10 +273,9 @@ def table(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def outcomes(path: Path) -> dict[str, str]:
-    """Mutant -> outcome in an earlier list."""
-    lines = map(json.loads, path.read_text().splitlines())
-    return {line["mutant"]: line["outcome"] for line in lines if "outcome" in line}
+def read(path: Path | None) -> list[dict[str, Any]]:
+    """The lines of a list, none if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
 
 
 def make_copy(folder: Path) -> Path:
@@ -344,10 +312,10 @@ def main() -> int:
         "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th from the I-th"
     )
     options, begun = parser.parse_args(), time.monotonic()
-    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    lines = read(options.out)
     done = {line["mutant"] for line in lines}
     mutants = [mutant for mutant in all_mutants(options.seed) if mutant.area in options.areas]
-    earlier = outcomes(options.again) if options.again else {}
+    earlier = {line["mutant"]: line["outcome"] for line in read(options.again) if "outcome" in line}
     first = options.part * options.count % len(mutants)
     drawn = (mutants + mutants)[first : first + options.count]
     chosen = [mutant for mutant in mutants if mutant.name in earlier] if options.again else drawn

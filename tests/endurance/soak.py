@@ -49,9 +49,8 @@ class Faults:
     """Called with every point: arms one fault at the start of every n-th step, and notes the memory of the process."""
 
     def __init__(self, every: int, seed: int):
-        self._every, self._rng = every, random.Random(seed)
-        self._armed = contextlib.ExitStack()
-        self.steps = 0
+        self._every, self._rng, self._armed = every, random.Random(seed), contextlib.ExitStack()
+        self.close, self.steps = self._armed.close, 0
         self.chosen: Counter[str] = Counter()
         self.memory_mb: list[float] = []
 
@@ -67,14 +66,9 @@ class Faults:
         self.chosen[fault] += 1
         if not fault.startswith("kill"):
             self._armed.enter_context(injected(fault))
-            return
-        family = children(os.getpid())
-        if family:
+        elif family := children(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(family[0] if "executor" in fault else family[-1], signal.SIGKILL)
-
-    def close(self) -> None:
-        self._armed.close()
 
 
 def main() -> int:

@@ -1,18 +1,21 @@
-"""`--preflight` compiles what a run of the same settings compiles, counts it, and starts nothing."""
+"""`--preflight` compiles and counts what a run compiles and starts nothing; compiled programs are kept."""
 
 import re
 
+import jax
 import pytest
 
 from grpo_roc_jax import train
 from grpo_roc_jax.engine.programs import ProgramCost
 from grpo_roc_jax.planner.preflight import MIB, host_parts
+from grpo_roc_jax.pod.program_cache import USUAL_MIN_S, keep_programs
+from grpo_roc_jax.record.metrics import CompilationCounter
 from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.run.policy import parameter_count
 from grpo_roc_jax.settings.cli import dump_yaml
+from tests.helpers.planning import SETTINGS
+from tests.helpers.planning import platform_kept as platform_kept  # a fixture
 from tests.test_train import config_in
-
-REFERENCE = ["--surrogate.kl=k3", "--surrogate.kl.coef=0.01", "--optim.offload=True"]
 
 
 def test_preflight_is_a_word_of_the_command_line_and_prints_a_table(monkeypatch, capsys):
@@ -40,30 +43,55 @@ def test_the_memory_of_the_host_by_hand(tmp_path):
 
 
 @pytest.mark.slow
-def test_micro_batches_that_take_turns_with_decoding_are_programs_of_their_own(tmp_path, capsys, one_device):
-    words = "--rollout.step_limit=stream", "--rollout.step_limit.lag=1"
-    (tmp_path / "tiny.yaml").write_text(dump_yaml(config_in(tmp_path / "run", *words)))
-    assert train.main([str(tmp_path / "tiny.yaml"), "--preflight"]) == 0
-    programs = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("update")]
-    assert programs == ["update/begin", "update/add", "update/finish"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reference", [False, True])
-def test_preflight_names_and_counts_every_program(tmp_path, capsys, reference):
-    config = config_in(tmp_path / "run", *(REFERENCE if reference else []))
-    (tmp_path / "tiny.yaml").write_text(dump_yaml(config))
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--surrogate.kl=k3 --surrogate.kl.coef=0.01 --optim.offload=True",
+        "--rollout.step_limit=stream --rollout.step_limit.lag=1",  # micro-batches take turns with decoding
+    ],
+)
+def test_preflight_names_and_counts_every_program(tmp_path, capsys, one_device, words):
+    (tmp_path / "tiny.yaml").write_text(dump_yaml(config_in(tmp_path / "run", *words.split())))
     assert train.main([str(tmp_path / "tiny.yaml"), "--preflight"]) == 0
     lines = capsys.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("program"))
-    rows, last = lines[header + 1 : -2], lines[-2]
-    names = [row.split()[0] for row in rows]
-    kinds = {"allocate", "slots", "append", "copy", "decode", "update"} | ({"score"} if reference else set())
-    assert {name.split("/")[0] for name in names} == kinds
-    assert len(set(names)) == len(names)
+    rows, last = [line.split() for line in lines[header + 1 : -2]], lines[-2]
+    names = [name for name, *_ in rows]
+    kinds = {"allocate", "slots", "append", "copy", "decode", "update"} | ({"score"} if words else set())
+    assert {name.split("/")[0] for name in names} == kinds and len(set(names)) == len(names)
+    parts = ["update/begin", "update/add", "update/finish"] if "stream" in words else ["update"]
+    assert [name for name in names if name.startswith("update")] == parts
     assert last.startswith(f"{len(rows)} programs compiled in ")
-    total = {row.split()[0]: float(row.split()[-1]) for row in rows}
-    decode = next(name for name in names if name.startswith("decode"))
-    assert all(float(row.split()[1]) > 0 for row in rows) and total[decode] > 0
+    assert all(float(seconds) > 0 for _, seconds, *_ in rows)
+    assert all(float(total) > 0 for name, *_, total in rows if name.startswith("decode"))
     assert re.search(r"the largest, \S+, takes [\d.]+ MiB", last)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("platform_kept")
+def test_programs_are_kept_in_the_home_directory_unless_jax_has_another_setting(tmp_path):
+    def kept(*values, home=tmp_path):
+        for name, value in zip(SETTINGS, values, strict=True):
+            jax.config.update(name, value)
+        folder = keep_programs({"XDG_CACHE_HOME": str(home)})
+        return folder, jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+
+    folder, used, least_s = kept(None, USUAL_MIN_S, True)
+    assert folder.parent == tmp_path / "grpo_roc_jax" / "programs" and folder.is_dir()
+    assert (used, least_s) == (str(folder), 0.0)
+    folder, _, least_s = kept("elsewhere", 3.0, True)
+    assert (str(folder), least_s) == ("elsewhere", 3.0)
+    assert kept(None, USUAL_MIN_S, False)[:2] == (None, None)
+    (tmp_path / "file").touch()
+    assert kept(None, USUAL_MIN_S, True, home=tmp_path / "file")[0] is None
+
+
+def test_what_comes_from_the_cache_is_counted():
+    """The suite keeps its programs too (conftest.py); these two are one program for JAX's cache."""
+    with CompilationCounter() as counted:
+        for _ in range(2):
+            unusual = jax.jit(lambda x: x * 77.125 - 3.5)
+            unusual.lower(jax.ShapeDtypeStruct((3, 5), "float32")).compile()
+    assert counted.count == 2 and counted.hits in (1, 2)  # two where an earlier session has kept it
+    assert counted.metrics()["compile/cache_hits"] == counted.hits

@@ -30,25 +30,19 @@ def test_nothing_speaks_against_a_recipe(name):
         assert settings_against_learning(stage) == []
 
 
+ALONE = "--group.size 1 --advantage.baseline none"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--reward.functions.answer.weight 0", "every reward function has weight 0 (answer)"),
+        (f"--resample none {ALONE}", "one rollout a problem with resample.drop = equal"),
+        (ALONE, "group.size = 1 with advantage.scale = std: a group of one has no"),
+        ("--advantage pass_at_k --advantage.k 16", "group.size = 16 with resample roc and advantage {kind: pass_at_k"),
         (
-            "--resample none --group.size 1 --advantage.baseline none",
-            "one rollout a problem with resample.drop = equal",
-        ),
-        (
-            "--group.size 1 --advantage.baseline none",
-            "group.size = 1 with advantage.scale = std: a group of one has no",
-        ),
-        (
-            "--advantage pass_at_k --advantage.k 16",
-            "group.size = 16 with resample roc and advantage {kind: pass_at_k, ",
-        ),
-        (
-            "--resample max_variance --group.size 1 --advantage.baseline none --advantage.scale none",
-            "group.size = 1 with resample max_variance and advantage {kind: group, ",
+            f"--resample max_variance {ALONE} --advantage.scale none",
+            "with resample max_variance and advantage {kind: g",
         ),
         ("--sampling.top_k 1", "sampling.top_k = 1"),
         ("--sampling.top_p 0.001", "sampling.top_p = 0.001: all rollouts of a problem are the same"),
@@ -63,69 +57,63 @@ def test_nothing_speaks_against_a_recipe(name):
         ("--rollout.max_response_tokens 60", "exceed rollout.max_response_tokens = 60"),
         ("--rollout.max_turns 2", "turns after the prompt, of which"),
         ("--rollout.max_turn_tokens 8", "exceed rollout.max_turn_tokens = 8"),
-        (
-            "--rollout.max_turns 1 --text.tools_section true",
-            "rollout.max_turns = 1 with text.tools_section: the prompts",
-        ),
+        ("--rollout.max_turns 1 --text.tools_section true", "rollout.max_turns = 1 with text.tools_section: the"),
     ],
 )
 def test_a_dry_run_ends_with_what_cannot_work(words, message, capsys):
     given = ["--data.sources=world:gcd:1", "--data.eval_problems=0", *words.split()]
     assert main(["toy.yaml", "--dry-run", *given]) == 0
     out = capsys.readouterr().out
-    against = [line for line in out.splitlines() if line.startswith("problem: ")]
+    against = against_in(out)
     assert any(message in line for line in against) and out.splitlines()[-1] in against, out
     settings = read_config("toy.yaml", *words.split())
     of_data = any(words in message for words in ("exceed", "turns after", "the run has", "none of 32"))
     assert (message in " ".join(settings_against_learning(settings))) != of_data
 
 
+def against_in(out):
+    return [line for line in out.splitlines() if line.startswith("problem: ")]
+
+
 @pytest.mark.parametrize(
     ("word", "begins", "ends"),
     [
         ("--rollout.max_response_tokens=30", "demonstrations of 7 to 136 tokens after the prompt", "raise it to 136"),
-        (
-            "--rollout.max_prompt_tokens=15",
-            "prompts of 17 to 36 ",
-            "of 192 exceed rollout.max_prompt_tokens = 15; raise",
-        ),
+        ("--rollout.max_prompt_tokens=15", "prompts of 17 to 36 ", "of 192 exceed rollout.max_prompt_tokens = 15; "),
         ("--tools.enabled=[]", "demonstrations call python_code_with_standard_io, but the run has no", "tools.enabled"),
     ],
 )
 def test_sources_with_the_same_fault_share_a_line(word, begins, ends, capsys):
     """So that the lines that matter stay few, however many sources a run has."""
     assert main(["world.yaml", "--dry-run", "--data.eval_problems=0", word]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    (line,) = against_in(capsys.readouterr().out)
     assert line.startswith("problem: world:") and f" more: {begins}" in line and ends in line, line
 
 
-def messages(turns: int, words: int, question: str = "q") -> str:
-    talk = [{"role": "user", "content": question}]
-    for _ in range(turns):
-        talk += [{"role": "assistant", "content": "word " * words}, {"role": "user", "content": "and?"}]
-    return json.dumps({"messages": talk[:-1]}) + "\n"
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
-def test_demonstrations_of_a_file_are_counted_exactly(tmp_path, capsys):
+def messages(words: int, question: str = "q") -> dict:
+    talk = [("user", question), ("assistant", "word " * words)]
+    return {"messages": [{"role": role, "content": content} for role, content in talk]}
+
+
+def test_rows_of_files_are_counted_exactly(tmp_path, capsys):
     """Lengths are those of the row after its prompt, the turns of others included; one that just fits is none."""
-    file = tmp_path / "talks.jsonl"
-    file.write_text("".join([*(messages(1, 2, f"q{i}") for i in range(3)), messages(1, 300), messages(1, 1, "z")]))
-    words = ["toy.yaml", "--dry-run", f"--data.trace_sources={file}"]
+    rows = [*(messages(2, f"q{i}") for i in range(3)), messages(300), messages(1, "z")]
+    words = ["toy.yaml", "--dry-run", f"--data.trace_sources={write(tmp_path / 'talks.jsonl', rows)}"]
     words += ["--batch.row_length=2000", "--rollout.max_turns=2"]
     assert main(words) == 0
-    printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if "demonstrations of" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "demonstrations of" in line]
     longest = int(line.split(" to ")[1].split()[0])
     assert "1 of 5 exceed rollout.max_response_tokens = 120" in line and f"raise it to {longest}" in line
     for most, expected in ((longest, False), (longest - 1, True)):
         assert main([*words, f"--rollout.max_response_tokens={most}"]) == 0
         assert ("demonstrations of" in capsys.readouterr().out) == expected
-
-
-def test_prompts_of_a_file_that_do_not_fit_name_the_value_to_set(tmp_path, capsys):
-    file = tmp_path / "problems.jsonl"
     rows = [{"prompt": "please say " + "why " * n, "answer": "6"} for n in (20, 30)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write(tmp_path / "problems.jsonl", rows)
     words = ["toy.yaml", "--dry-run", "--sft.steps=0", f"--data.sources={file}", "--data.eval_problems=0"]
     assert main(words) == 2
     printed = capsys.readouterr().err
@@ -134,68 +122,66 @@ def test_prompts_of_a_file_that_do_not_fit_name_the_value_to_set(tmp_path, capsy
     assert main([*words, f"--rollout.max_prompt_tokens={enough}", "--batch.row_length=400"]) == 0
     assert "over-long" not in capsys.readouterr().out
     assert main([*words, f"--rollout.max_prompt_tokens={enough - 1}", "--batch.row_length=400"]) == 0
-    against = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
-    assert against[0].startswith(f"problem: {file}: prompts of") and "1 over-long prompts dropped" in against[0]
+    first = against_in(capsys.readouterr().out)[0]
+    assert first.startswith(f"problem: {file}: prompts of") and "1 over-long prompts dropped" in first
+    rows = [{"prompt": f"{i} + 1", "answer": "It follows from the lemma that this holds. " * 6} for i in range(3)]
+    file = write(tmp_path / "proofs.jsonl", rows)
+    words = ["toy.yaml", "--dry-run", f"--data.sources={file}", "--data.trace_sources=world:gcd:1"]
+    for functions, against in (("answer", True), ("format", False)):
+        assert main([*words, "--data.eval_problems=0", "--reward.functions", functions]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert (f"problem: {file}: 3 rows have a reference" in last) == against, last
 
 
 @pytest.mark.parametrize(
-    ("pay", "against"),
+    ("functions", "pay", "against"),
     [
-        (lambda problem, rows: [0.5] * len(rows), True),
-        (lambda problem, rows: [[0.5] * len(row.turns) for row in rows], False),  # by turn: of other lengths
-        (lambda problem, rows: [len(row.turns) for row in rows], False),
-        (lambda problem, rows: 1 / 0, False),  # another message says so
+        ("own", lambda problem, rows: [0.5] * len(rows), True),
+        ("own", lambda problem, rows: [[0.5] * len(row.turns) for row in rows], False),  # by turn: of other lengths
+        ("own", lambda problem, rows: [len(row.turns) for row in rows], False),
+        ("own", lambda problem, rows: 1 / 0, False),  # another message says so
+        ("own answer", lambda problem, rows: [0.5] * len(rows), False),  # the answer is paid, too
+        # Without weight the answer does not make rewards differ, whatever it is.
+        ("own answer --reward.functions.answer.weight 0", lambda problem, rows: [0.5] * len(rows), True),
     ],
 )
-def test_functions_that_pay_alike_are_named(pay, against, parts_of_a_run):
-    config = read_config("toy.yaml", "--reward.functions", "own")
+def test_functions_that_pay_alike_are_named(functions, pay, against, parts_of_a_run):
+    config = read_config("toy.yaml", "--reward.functions", *functions.split())
     with given({"own": pay}):
-        chat, scorer = parts_of_a_run(config)
-        lines = [line for line in hindrances(config, chat, scorer) if "own" in line]
+        lines = [line for line in hindrances(config, *parts_of_a_run(config)) if "own" in line]
     assert bool(lines) == against
-    assert not lines or "finished and a cut trajectory get the same" in lines[0]
+    assert not lines or ("finished and a cut trajectory get the same" in lines[0] and "(own 0.5)" in lines[0])
 
 
-def test_a_function_that_pays_alike_is_named_beside_one_without_weight(parts_of_a_run):
-    """A function of weight 0 does not make rewards differ, whatever it returns."""
-    words = ["--reward.functions", "answer", "own", "--reward.functions.answer.weight", "0"]
-    config = read_config("toy.yaml", *words)
-    with given({"own": lambda problem, rows: [0.5] * len(rows)}):
-        chat, scorer = parts_of_a_run(config)
-        (message,) = [line for line in hindrances(config, chat, scorer) if "cut trajectory" in line]
-    assert "(own 0.5)" in message
-    with given({"own": lambda problem, rows: [0.5] * len(rows)}):
-        assert not hindrances(read_config("toy.yaml", *words[:3]), chat, scorer)  # the answer is paid, too
-
-
-def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, parts_of_a_run):
+def test_a_model_exported_from_a_run_needs_no_request_and_conversations_may_have_their_own_tools(
+    tmp_path, parts_of_a_run
+):
+    (tmp_path / "tokenizer.model").write_bytes(TOY.read_bytes())
+    config = read_config("toy.yaml", "--sft.steps=0", f"--text.tokenizer={tmp_path}", "--data.sources=world:gcd:1")
+    chat = parts_of_a_run(config)[0]
+    for template, against in (("{{ messages }}", True), (exported_template(chat), False)):
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+        assert any("neither text.system" in line for line in hindrances(config, chat)) == against
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     schema = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-    talk = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "cold"},
-        {"role": "assistant", "content": r"<answer>\boxed{cold}</answer>"},
-    ]
-    for tools, against in (([schema], False), (None, True)):
-        file = tmp_path / f"{against}.jsonl"
-        file.write_text(json.dumps({"messages": talk} | ({"tools": tools} if tools else {})) + "\n", encoding="utf-8")
-        config = read_config("toy.yaml", f"--data.trace_sources={file}")
+    asked, calling = {"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+    cold, last = {"role": "tool", "content": "cold"}, {"role": "assistant", "content": r"<answer>\boxed{cold}</answer>"}
+    talk = [asked, calling, cold, last]
+    for row, against in (
+        ({"messages": talk, "tools": [schema]}, False),
+        ({"messages": talk}, True),
+        # counted where it is read, if no row can have it
+        ({"messages": [asked, calling | {"tool_calls": [call] * 2}, cold, cold, last]}, True),
+    ):
+        config = read_config("toy.yaml", f"--data.trace_sources={write(tmp_path / 'talk.jsonl', [row])}")
         lines = hindrances(config, parts_of_a_run(config)[0])
         assert any("demonstrations call weather, but the run has" in line for line in lines) == against, lines
-    talk[1]["tool_calls"], talk[2:3] = [call] * 2, talk[2:3] * 2
-    file.write_text(json.dumps({"messages": talk}) + "\n")  # counted where it is read, if no row can have it
-    assert hindrances(config, parts_of_a_run(config)[0])
 
 
 @pytest.mark.parametrize(
     ("words", "prompt", "expected"),
     [
-        (
-            "",
-            "6 * 7?",
-            ["no prompt names a tool (jupyter_code, ", "neither text.system nor text.instruction asks for "],
-        ),
+        ("", "6 * 7?", ["no prompt names a tool (jupyter_code, ", "neither text.system nor text.instruction asks"]),
         ("--text.instruction default", "Call jupyter_code: 6 * 7?", []),
         ("--reward.extraction lenient --tools.enabled=[]", "6 * 7?", []),
         ("--text.instruction default --text.tools_section true", "6 * 7?", []),
@@ -211,34 +197,13 @@ def test_conversations_of_a_file_with_tools_of_their_own_are_no_fault(tmp_path, 
 )
 def test_what_nothing_asks_of_a_published_model(words, prompt, expected, tmp_path, parts_of_a_run):
     """The toy's tokenizer by its path, as a published one is given."""
-    file = tmp_path / "own.jsonl"
-    file.write_text(json.dumps({"prompt": prompt, "answer": "42"}) + "\n", encoding="utf-8")
+    file = write(tmp_path / "own.jsonl", [{"prompt": prompt, "answer": "42"}])
     sizes = "--rollout.max_prompt_tokens 900 --rollout.max_response_tokens 200 --batch.row_length 1100"
     given = f"--sft.steps 0 --text.tokenizer {TOY} --data.sources {file} {sizes} {words}"
     config = read_config("toy.yaml", *given.split())
     lines = hindrances(config, parts_of_a_run(config)[0])
     lines = [line for line in lines if not line.startswith("model.path is empty")]
     assert len(lines) == len(expected) and all(text in line for text, line in zip(expected, lines, strict=True)), lines
-
-
-def test_a_model_exported_from_a_run_with_these_prompts_needs_no_request(tmp_path, parts_of_a_run):
-    (tmp_path / "tokenizer.model").write_bytes(TOY.read_bytes())
-    config = read_config("toy.yaml", "--sft.steps=0", f"--text.tokenizer={tmp_path}", "--data.sources=world:gcd:1")
-    chat = parts_of_a_run(config)[0]
-    for template, against in (("{{ messages }}", True), (exported_template(chat), False)):
-        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
-        assert any("neither text.system" in line for line in hindrances(config, chat)) == against
-
-
-def test_references_that_no_answer_equals_are_a_problem_where_answers_alone_are_paid(tmp_path, capsys):
-    file = tmp_path / "proofs.jsonl"
-    rows = [{"prompt": f"{i} + 1", "answer": "It follows from the lemma that this holds. " * 6} for i in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    words = ["toy.yaml", "--dry-run", f"--data.sources={file}", "--data.trace_sources=world:gcd:1"]
-    for functions, against in (("answer", True), ("format", False)):
-        assert main([*words, "--data.eval_problems=0", "--reward.functions", functions]) == 0
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert (f"problem: {file}: 3 rows have a reference" in last) == against, last
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The simulator against steps worked out by hand, and what it must keep: rows, tokens, blocks."""
 
-import dataclasses
-import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
 
 MACHINE = Machine(1, slots=2, chunk=4, blocks=64, block=4, longest=64, append_lengths=(8,), append_rows=8)
 COSTS = Costs(step=1.0, row=0.0, column=0.0, append=10.0, token=0.0, update=5.0)
-DECODING = dataclasses.replace(COSTS, append=0.0)
+DECODING = replace(COSTS, append=0.0)
 
 
 def plain(*sampled):
@@ -24,24 +23,72 @@ def plain(*sampled):
     return tuple(RowLife(8, (RowTurn(n),)) for n in sampled)
 
 
-def seconds(groups, machine=MACHINE, costs=COSTS, schedule=None, steps=1, **options):
-    return simulate(lambda step: groups, machine, costs, schedule or StepSchedule(), steps, **options).seconds
+def seconds(groups, costs=COSTS, schedule=None, steps=1, skipped=0, kept=1.0, **machine):
+    more = {"skipped": skipped, "kept": kept}
+    return simulate(
+        lambda _: groups, replace(MACHINE, **machine), costs, schedule or StepSchedule(), steps, **more
+    ).seconds
 
 
-def test_a_prompt_is_written_once_and_its_rows_decode_together():
-    assert seconds([plain(6)]) == (10 + 4 + 2 + 5,)
-    assert seconds([plain(6, 3)]) == (10 + 4 + 2 + 5,)
-    assert seconds([plain(6), plain(3)]) == (10 + 4 + 2 + 5,), "eight rows to an append"
-    assert seconds([plain(6, 5, 3)]) == (10 + 4 + 2 + 3 + 5,), "a third row waits for a slot"
+WAITING = RowLife(8, (RowTurn(4, 8, 3.0), RowTurn(4)))
+PACKED = {"slots": 6, "blocks": 256, "costs": replace(COSTS, token=0.5)}
+ENGINES = {"engines": 2, "slots": 1, "costs": DECODING}
+FOUR = [plain(8), plain(8), plain(4), plain(4)]
+TAIL, EVEN = [plain(4), plain(20)], [plain(4), plain(4)]
+LAG, APART = StepSchedule(lag=1), StepSchedule(lag=1, apart=True)
+SLOW, QUICK = replace(DECODING, update=20.0), replace(DECODING, update=1.0)
+IN_BLOCKS = [(RowLife(6, (RowTurn(6),)), RowLife(6, (RowTurn(10),)))]
+COPYING = replace(DECODING, copy=7.0)
+EACH = Costs(1.0, 0.1, 0.01, 10.0, 0.5, round=3.0, publish=2.0, update=5.0, trained_token=0.25)
+CHUNK = 3 + 4 * (1 + 0.1 + 0.01 * (8 + 2))
+"""Of 4 steps of the program of 1 row that reads 8 + 2 columns on average."""
+BY_HAND = [
+    # A prompt is written once and its rows decode together; eight rows to an append; a third row waits for a slot.
+    ([plain(6)], {}, (10 + 4 + 2 + 5,)),
+    ([plain(6, 3)], {}, (10 + 4 + 2 + 5,)),
+    ([plain(6), plain(3)], {}, (10 + 4 + 2 + 5,)),
+    ([plain(6, 5, 3)], {}, (10 + 4 + 2 + 3 + 5,)),
+    # Packed appends: a call of up to 32 tokens has two tiles, so two rows, and six prompts of 8 are three calls.
+    ([plain(4)] * 6, PACKED | {"append_lengths": (16, 32), "append_rows": 0}, (2 * 26 + (10 + 8) + 4 + 5,)),
+    ([plain(4)] * 6, PACKED | {"append_rows": 1}, (6 * (10 + 0.5 * 8) + 4 + 5,)),
+    # Each cost: an append of 8 tokens, a chunk, 12 tokens of which half train; every slot is computed.
+    ([plain(4)], {"costs": EACH, "kept": 0.5, "widths": (1, 2)}, (10 + 4 + CHUNK + 2 + 5 + 0.25 * 0.5 * 12,)),
+    ([plain(4)], {"costs": replace(DECODING, compute_row=2.0)}, (4 * 2 * 2 + 5,)),
+    # A row waits for its tool and others go on: four of the other row meanwhile.
+    ([(WAITING,)], {}, (10 + 4 + 3 + 10 + 4 + 5,)),
+    ([(WAITING,), plain(8)], {}, (10 + 8 + 10 + 4 + 5,)),
+    # Engines share problems, or take the next.
+    (FOUR, ENGINES, (16 + 5,)),
+    (FOUR, ENGINES | {"schedule": StepSchedule(stealing=True)}, (12 + 5,)),
+    # Two slots. Step 1 trains on the short rows of the first two rounds, at 8; both long ones began with the same
+    # weights, and are due. The second of them begins at 13, after the update, and ends at 33. Step 3 must have the long
+    # row that began with step 2: it gets a slot at 29, four tokens of it are there at 33, and it ends at 38 + 16.
+    (TAIL, {"costs": DECODING, "steps": 3}, (25, 25, 25)),
+    (TAIL, {"costs": DECODING, "schedule": LAG, "steps": 3}, (8 + 5, 33 + 5 - 13, 54 + 5 - 38)),
+    (TAIL, {"costs": DECODING, "schedule": LAG, "steps": 2, "skipped": 1}, (25, 21)),
+    # With devices of its own for updates a step takes as long as the slower of the two; without a lag their sum.
+    (EVEN, {"costs": SLOW, "schedule": LAG, "steps": 2, "skipped": 2}, (24, 24)),
+    (EVEN, {"costs": SLOW, "schedule": APART, "steps": 4}, (4 + 20, 20, 20, 20)),
+    (EVEN, {"costs": QUICK, "schedule": APART, "steps": 1}, (4 + 1,)),
+    (EVEN, {"costs": QUICK, "schedule": APART, "steps": 1, "skipped": 3}, (4,)),
+    (EVEN, {"costs": SLOW, "schedule": StepSchedule(apart=True), "steps": 3}, (24, 24, 24)),
+    # Prompts of 6 in blocks of 4: a further row of the group copies two blocks, or one where whole ones are shared.
+    (IN_BLOCKS, {"costs": COPYING, "copies": 8, "shares": False}, (7 + 10 + 5,)),
+    (IN_BLOCKS, {"costs": COPYING, "copies": 1, "shares": False}, (7 * 2 + 10 + 5,)),
+    (IN_BLOCKS, {"costs": COPYING, "copies": 1, "shares": True}, (7 + 10 + 5,)),
+    # Arenas are read whole. The first row has blocks 0 to 2, its sibling 3 to 6, in the second arena: chunks of 4, 4
+    # and 2 steps, both rows twice, then the second one.
+    (
+        IN_BLOCKS,
+        {"costs": replace(DECODING, step=0.0, column=1.0), "arenas": (3, 61)},
+        (4 * (64 + 64) * 4 + 8 * 61 + 5,),
+    ),
+]
 
 
-def test_packed_appends_hold_the_tokens_of_several_rows():
-    """Six prompts of 8 tokens are three calls in place of six: a call of up to 32 tokens has two tiles, so two rows."""
-    packed = dataclasses.replace(MACHINE, slots=6, blocks=256, append_lengths=(16, 32), append_rows=0)
-    costs = dataclasses.replace(COSTS, token=0.5)
-    assert seconds([plain(4)] * 6, packed, costs) == (2 * (10 + 0.5 * 32) + (10 + 0.5 * 16) + 4 + 5,)
-    one_row = dataclasses.replace(packed, append_lengths=(8,), append_rows=1)
-    assert seconds([plain(4)] * 6, one_row, costs) == (6 * (10 + 0.5 * 8) + 4 + 5,)
+@pytest.mark.parametrize(("groups", "given", "expected"), BY_HAND)
+def test_steps_by_hand(groups, given, expected):
+    assert seconds(groups, **given) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -60,64 +107,14 @@ def test_packs_are_the_calls_that_the_engine_makes(seed):
     assert packs(written, lengths) == made and sum(made) >= sum(written)
 
 
-def test_each_cost_is_counted():
-    costs = Costs(1.0, 0.1, 0.01, 10.0, 0.5, round=3.0, publish=2.0, update=5.0, trained_token=0.25)
-    # One append of 8 tokens; a chunk of 4 steps of the program of 1 row that reads 8 + 2 columns on average; 12 tokens.
-    chunk = 3 + 4 * (1 + 0.1 + 0.01 * (8 + 2))
-    times = seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs, kept=0.5)
-    assert times == pytest.approx((10 + 0.5 * 8 + chunk + 2 + 5 + 0.25 * 0.5 * 12,))
-    bound = dataclasses.replace(DECODING, compute_row=2.0)
-    assert seconds([plain(4)], costs=bound) == (4 * 2 * 2 + 5,), "every slot is computed"
-
-
-def test_measured_times_of_decode_steps_take_the_place_of_linear_ones():
-    """The smallest program that holds the rows, interpolated over what it reads."""
+def test_measured_times_take_the_place_of_linear_ones_and_an_engine_that_waits_takes_rows_of_the_next_step():
+    """The smallest program that holds the rows, interpolated over what it reads. Its wait ends with the update, and not
+    with the answer of the tool."""
     times = DecodeTimes(1, (10.0, 20.0), (1.0, 3.0)), DecodeTimes(4, (0.0, 100.0), (5.0, 5.0))
-    costs = dataclasses.replace(DECODING, measured=times)
+    costs = replace(DECODING, measured=times)
     results = [costs.decode(*read) for read in ((1, 4.0), (1, 15.0), (1, 99.0), (2, 50.0), (9, 50.0))]
     assert results == [1.0, 2.0, 3.0, 5.0, 5.0]
-    assert seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs) == (4 * 1.0 + 5,)
-
-
-def test_a_row_waits_for_its_tool_and_others_go_on():
-    turns = RowLife(8, (RowTurn(4, 8, 3.0), RowTurn(4)))
-    assert seconds([(turns,)]) == (10 + 4 + 3 + 10 + 4 + 5,)
-    assert seconds([(turns,), plain(8)]) == (10 + 8 + 10 + 4 + 5,), "four of the other row meanwhile"
-
-
-def test_engines_share_problems_or_take_the_next():
-    machine = dataclasses.replace(MACHINE, engines=2, slots=1)
-    groups = [plain(8), plain(8), plain(4), plain(4)]
-    assert seconds(groups, machine, DECODING) == (16 + 5,)
-    assert seconds(groups, machine, DECODING, StepSchedule(stealing=True)) == (12 + 5,)
-
-
-def test_a_lag_fills_the_tail_of_a_step():
-    groups = [plain(4), plain(20)]
-    assert seconds(groups, costs=DECODING, steps=3) == (25, 25, 25)
-    # Two slots. Step 1 trains on the short rows of the first two rounds, at 8; both long ones began with the same
-    # weights, and are due. The second of them begins at 13, after the update, and ends at 33. Step 3 must have the long
-    # row that began with step 2: it gets a slot at 29, four tokens of it are there at 33, and it ends at 38 + 16.
-    with_lag = functools.partial(seconds, groups, costs=DECODING, schedule=StepSchedule(lag=1))
-    assert with_lag(steps=3) == (8 + 5, 33 + 5 - 13, 54 + 5 - 38)
-    assert with_lag(steps=2, skipped=1) == (25, 21)
-
-
-def test_updates_apart_let_the_engines_go_on():
-    """With devices of their own for updates, a step takes as long as the slower of the two."""
-    groups = [plain(4), plain(4)]
-    slow, quick = (dataclasses.replace(DECODING, update=of) for of in (20.0, 1.0))
-    together = seconds(groups, costs=slow, schedule=StepSchedule(lag=1), steps=4)
-    apart = seconds(groups, costs=slow, schedule=StepSchedule(lag=1, apart=True), steps=4)
-    assert together[-1] == 4 + 20 and apart == (4 + 20, 20, 20, 20)
-    sampling = seconds(groups, costs=quick, schedule=StepSchedule(lag=1, apart=True), steps=4)
-    assert sampling[0] == 4 + 1 and sampling[-1] == pytest.approx(4)
-    # Without a lag there is nothing to roll out meanwhile.
-    assert seconds(groups, costs=slow, schedule=StepSchedule(apart=True), steps=3) == (24, 24, 24)
-
-
-def test_an_engine_that_waits_for_tools_takes_the_rows_of_the_next_step():
-    """Its wait ends with the update, and not with the answer of the tool."""
+    assert seconds([plain(4)], costs, widths=(1, 2)) == (4 * 1.0 + 5,)
     waits = RowLife(8, (RowTurn(4, 8, 100.0), RowTurn(4)))
     steps = [[(waits,), plain(4)], [plain(4), plain(4)], [plain(4), plain(4)]]
     simulation = simulate(lambda step: steps[min(step, 2)], MACHINE, DECODING, StepSchedule(lag=2, apart=True), 1)
@@ -128,24 +125,22 @@ def test_rows_are_parked_and_nothing_is_lost():
     rng = np.random.default_rng(0)
     steps = [[plain(*rng.integers(1, 56, 4).tolist()) for _ in range(6)] for _ in range(4)]
     sampled = sum(row.sampled for groups in steps for group in groups for row in group)
-    machine = dataclasses.replace(MACHINE, slots=8, blocks=40)
-    parked = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(), 4)
-    whole_rows = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(whole_rows=True), 4)
+    parked, whole_rows = (
+        simulate(lambda step: steps[step], replace(MACHINE, slots=8, blocks=40), DECODING, schedule, 4)
+        for schedule in (StepSchedule(), StepSchedule(whole_rows=True))
+    )
     assert parked.sampled == whole_rows.sampled == sampled
     assert parked.evictions > 0 and parked.recomputed > 0 and whole_rows.evictions == whole_rows.recomputed == 0
     assert whole_rows.live <= 40 // 16 < parked.live <= 8
     assert sum(parked.seconds) < sum(whole_rows.seconds)
-
-
-def test_a_cache_without_room_for_a_row_is_refused():
     with pytest.raises(ValueError, match="16 blocks of 4 columns cannot hold a row of 64 and a chunk of 4"):
-        seconds([plain(4)], dataclasses.replace(MACHINE, blocks=16))
+        seconds([plain(4)], blocks=16)
 
 
 def test_costs_of_compiled_programs():
-    chip = dataclasses.replace(parse_topology("v5e:2x2").chip, flops=100.0, memory_rate=10.0, link_rate=1.0)
+    chip = replace(parse_topology("v5e:2x2").chip, flops=100.0, memory_rate=10.0, link_rate=1.0)
     work = Work(2, 8, 4, 16, 32, 1, slots=8, chunk=2, append_rows=4, micro_rows=4, row_length=64, fill=0.5, updates=1)
-    work = dataclasses.replace(work, shards=2, append_length=16, columns=64)
+    work = replace(work, shards=2, append_length=16, columns=64)
     programs = [
         Needs("weight_sync", traffic=30.0),
         Needs("append", flops=6400.0, fixed_traffic=50.0),
@@ -166,7 +161,7 @@ def test_costs_of_compiled_programs():
     assert compiled_costs(programs[:3], work, chip) is None
 
 
-def test_drawn_rows_keep_the_mean_and_the_limits():
+def test_rows_are_drawn_with_mean_and_limits_or_come_from_a_trajectory():
     work = Work(64, 64 * 16, 64 * 8, 100, 400, 1, 8, 8, 8, 4, 2048, 0.9, 1)
     rows = [row for group in drawn_groups(work, 2000, 5, 0)(3) for row in group]
     assert len(rows) == 64 * 16 and {row.prompt for row in rows} == {100}
@@ -174,9 +169,6 @@ def test_drawn_rows_keep_the_mean_and_the_limits():
     assert abs(lengths.mean() / 400 - 1) < 0.15 and lengths.max() <= 2000
     assert all(1 <= len(row.turns) <= 5 and row.turns[-1].tool_s == 0 for row in rows)
     assert all(0.05 <= turn.tool_s <= 5 and turn.observed for row in rows for turn in row.turns[:-1])
-
-
-def test_a_life_from_a_trajectory():
     tokens = np.arange(20, dtype=np.int32)
     call = ToolCall("python", {"code": "1"}, "")
     results = (ToolResult("ok", wall_ms=1500.0, queue_ms=500.0), ToolResult("ok", wall_ms=700.0))
@@ -186,19 +178,3 @@ def test_a_life_from_a_trajectory():
     life = life_of(trajectory)
     assert life == RowLife(5, (RowTurn(4, 3, 2.0), RowTurn(8)))
     assert (life.length, life.sampled) == (20, 12)
-
-
-def test_copies_of_a_prompt_and_arenas_that_are_read_whole():
-    """Prompts of 6 in blocks of 4: each further row of the group copies two blocks, or one where whole ones are shared.
-
-    The first row has blocks 0 to 2; its sibling has 3 to 6, and reads the second arena alone at the end.
-    """
-    group = (RowLife(6, (RowTurn(6),)), RowLife(6, (RowTurn(10),)))
-    costs = dataclasses.replace(DECODING, copy=7.0)
-    for copies, shares, calls in ((8, False, 1), (1, False, 2), (1, True, 1)):
-        machine = dataclasses.replace(MACHINE, copies=copies, shares=shares)
-        assert seconds([group], machine, costs) == (7 * calls + 10 + 5,)
-    costs = dataclasses.replace(DECODING, step=0.0, column=1.0)
-    machine = dataclasses.replace(MACHINE, arenas=(3, 61))
-    # Chunks of 4, 4 and 2 steps: both rows twice, then the second one.
-    assert seconds([group], machine, costs) == (4 * 4 * 64 + 4 * 4 * 64 + 2 * 4 * 61 + 5,)

@@ -1,4 +1,5 @@
-"""A run goes on after one of four processes died, stood still or was slow, and with another number of them."""
+"""A run goes on after one of four processes died, stood still or was slow, with another number of them, and with
+rollouts that run on."""
 
 import re
 import signal
@@ -11,30 +12,15 @@ import pytest
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from tests.pod.test_processes import LIMIT_S, assert_same_params, ended, said, start, whole_text
+from tests.pod.test_processes import LIMIT_S, assert_same_params, assert_same_run, ended, said, start, wait_for_step
 
 STEPS = 6
 DIVIDED = ("--group.problems=4", "--sft.steps=0")
 """As many rollouts as slots of four processes: none waits for the process that has a free one first."""
 
 
-def stopped(process, others):
-    """Waits until a process stands still; False if it or another one ends before."""
-    while process.poll() is None and all(other.poll() is None for other in others):
-        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "T":
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def assert_same_trajectories(folder, other, steps, atol):
-    for step in range(1, steps + 1):
-        pairs = zip(read_trace(folder / "run", step), read_trace(other / "run", step), strict=True)
-        for ours, theirs in pairs:
-            assert ours.trajectory.tokens.tolist() == theirs.trajectory.tokens.tolist()
-            assert (ours.kept, ours.why, ours.verdict.reward) == (theirs.kept, theirs.why, theirs.verdict.reward)
-            np.testing.assert_allclose(ours.trajectory.logprobs, theirs.trajectory.logprobs, atol=atol)
+    assert_same_run(folder, other, steps, atol, metrics=False)
     assert_same_params(folder, other, atol)
 
 
@@ -50,11 +36,10 @@ def test_one_of_four_is_killed_frozen_or_slow(tmp_path):
         if fault == "kill":
             assert dead.wait(LIMIT_S) == -signal.SIGKILL, said(folder)
         else:
-            assert stopped(dead, processes), said(folder)
-        since = time.monotonic()
-        statuses = ended(processes)
-        print(victim, fault, statuses, f"{time.monotonic() - since:.0f} s")
-        assert 0 not in statuses and -signal.SIGKILL not in statuses, said(folder)
+            while Path(f"/proc/{dead.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                assert all(process.poll() is None for process in processes), said(folder)
+                time.sleep(0.1)
+        assert not {0, -signal.SIGKILL} & {*ended(processes)}, said(folder)
         for index in {0, 1, 2, 3} - {victim}:
             words_said = (folder / f"said_{index}.txt").read_text()
             assert re.search(r"is gone|stopped sending heartbeats|[Cc]oordination|distributed service", words_said)
@@ -62,10 +47,8 @@ def test_one_of_four_is_killed_frozen_or_slow(tmp_path):
             dead.send_signal(signal.SIGCONT)
             assert ended([dead]) not in ([0], [-signal.SIGKILL]), said(folder)
         done.append(max(row["step"] for row in read_metrics(folder / "run")))
-    begun = time.monotonic()
     assert ended(start(folder, 4, 1, *words, faults={1: "rollout.chunk=sleep:0.2"})) == [0] * 4, said(folder)
-    print(f"slow: {time.monotonic() - begun:.0f} s")
-    assert done == sorted(done) and done[-1] >= 1 and "resumed after step" in whole_text(folder)
+    assert done == sorted(done) and done[-1] >= 1 and "resumed after step" in said(folder)
     assert_same_trajectories(folder, reference, STEPS, 0)
     hosts = [files.read_host(folder / f"run/checkpoints/step_{STEPS:08d}", index) for index in range(4)]
     for host, arrays in hosts[1:]:
@@ -104,3 +87,35 @@ def test_rows_that_a_deadline_cut_go_on_in_other_processes(tmp_path):
         assert any(versions.size and versions.min() < change <= versions.max() for versions in drawn), change
     sampled = [(record.problem.uid, record.trajectory.sample, record.trajectory.tokens.tobytes()) for record in records]
     assert len(sampled) == len(set(sampled))
+
+
+@pytest.mark.slow
+def test_without_a_lag_the_tokens_are_those_of_one_process(tmp_path):
+    runs = {"alone": (1, 2, "none"), "several": (2, 1, "{kind: stream, lag: 0}")}
+    for name, (count, devices, limit) in runs.items():
+        words = "--steps=2", "--group.dynamic_sampling_rounds=1", f"--rollout.step_limit={limit}"
+        assert ended(start(tmp_path / name, count, devices, *words)) == [0] * count, said(tmp_path / name)
+    assert len(assert_same_run(tmp_path / "several", tmp_path / "alone", 2)) >= 2 * 40
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_lag_are_stopped_and_one_goes_on(tmp_path):
+    words = "--rollout.step_limit=stream", "--eval.every=2", "--checkpoint.every=0"
+    two = start(tmp_path, 2, 1, "--steps=500", *words)
+    wait_for_step(tmp_path, 3, two)
+    two[1].send_signal(signal.SIGTERM)
+    assert ended(two, 120) == [143, 143], said(tmp_path)
+    steps = int(max(row["step"] for row in read_metrics(tmp_path / "run"))) + 2
+    assert ended(start(tmp_path, 1, 2, f"--steps={steps}", *words, "--resume=auto")) == [0], said(tmp_path)
+    rows = [row for row in read_metrics(tmp_path / "run") if "rollout/lag_max" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert max(row["rollout/lag_max"] for row in rows) == 1.0
+    uids = []
+    for step in range(1, steps + 1):
+        records = list(read_trace(tmp_path / "run", step))
+        assert len(records) == 40, "groups are whole"
+        uids += sorted({record.problem.uid for record in records})
+        for record in records:
+            versions = record.trajectory.versions[record.trajectory.policy_mask]
+            assert (np.diff(versions) >= 0).all() and step - 1 - versions.min() <= 1
+    assert len(uids) == len(set(uids)) == 5 * steps

@@ -24,7 +24,7 @@ from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.run.components import check_together
-from tests.pod.test_processes import assert_same_run, ended, said, start, wait_for_step, whole_text
+from tests.pod.test_processes import assert_same_run, ended, said, start, wait_for_step
 
 CALLS = [(("append", 1, 16), [np.arange(6).reshape(2, 3)]), (("decode", 4), [np.zeros((10, 4), np.int32)])]
 
@@ -34,6 +34,8 @@ class Service:
 
     def __init__(self, pool):
         self.values, self.pool, self.refused = Queue(), pool, None
+        self.blocking_key_value_get = lambda key, timeout_ms: self.values.get(timeout=30)
+        self.key_value_delete = lambda key: None
 
     def key_value_set(self, key, value):
         _, port, _ = json.loads(value)
@@ -41,12 +43,6 @@ class Service:
         self.refused = self.pool.submit(Client, ("127.0.0.1", port), authkey=b"guessed")
         self.values.put(value)
         self.values.put(value)
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        return self.values.get(timeout=30)
-
-    def key_value_delete(self, key):
-        pass
 
 
 @pytest.fixture
@@ -64,7 +60,7 @@ def team():
             member.close()
 
 
-def test_calls_reach_all_in_order_until_the_leader_has_sampled(team):
+def test_calls_reach_all_in_order_until_the_leader_has_sampled_or_learns_that_one_is_gone(team):
     leader, *others = team
     assert [member.leads for member in team] == [True, False, False]
     for _ in range(2):
@@ -75,6 +71,12 @@ def test_calls_reach_all_in_order_until_the_leader_has_sampled(team):
             received = list(other.calls())
             assert [key for key, _ in received] == [key for key, _ in CALLS]
             np.testing.assert_equal([arrays for _, arrays in received], [arrays for _, arrays in CALLS])
+    leader, other, _ = team
+    other.close()
+    with pytest.raises(ProcessLost, match="process 4 of 6 is gone"), leader.leading() as send:
+        for _ in range(100):  # the first is lost in the kernel's buffer
+            send(CALLS[0])
+            time.sleep(0.01)
 
 
 def test_a_leader_that_stops_fails_or_dies_ends_the_others(team):
@@ -85,61 +87,41 @@ def test_a_leader_that_stops_fails_or_dies_ends_the_others(team):
     assert [len(list(other.calls())) for other in others] == [1, 1]
     with pytest.raises(KeyError), leader.leading():
         raise KeyError("row 7")
-    for other in others:
-        with pytest.raises(ProcessLost, match=r"process 3 failed while it sampled: 'row 7'"):
-            list(other.calls())
-    leader.close()
-    for other in others:
-        with pytest.raises(ProcessLost, match=r"process 4 of 6 is gone \(EOFError"):
-            list(other.calls())
+    for message in (r"process 3 failed while it sampled: 'row 7'", r"process 4 of 6 is gone \(EOFError"):
+        for other in others:
+            with pytest.raises(ProcessLost, match=message):
+                list(other.calls())
+        leader.close()
 
 
-def test_a_leader_learns_that_another_is_gone(team):
-    leader, other, _ = team
-    other.close()
-    with pytest.raises(ProcessLost, match="process 4 of 6 is gone"), leader.leading() as send:
-        for _ in range(100):  # the first is lost in the kernel's buffer
-            send(CALLS[0])
-            time.sleep(0.01)
+def devices(processes, each):
+    return [SimpleNamespace(process_index=i // each, id=i, platform="cpu") for i in range(processes * each)]
 
 
-def test_who_samples_together():
-    def devices(processes, each):
-        return [SimpleNamespace(process_index=i // each, id=i, platform="cpu") for i in range(processes * each)]
+def mesh(tensor, processes, each):
+    size = processes * each
+    return SimpleNamespace(shape={"tensor": tensor}, size=size, devices=np.array(devices(processes, each)))
 
-    def mesh(tensor, processes, each):
-        shape = {"tensor": tensor}
-        return SimpleNamespace(shape=shape, size=processes * each, devices=np.array(devices(processes, each)))
 
+def test_who_samples_together_and_what_a_team_cannot_do():
     together = {(1, 2, 2): 1, (2, 2, 2): 1, (4, 2, 2): 2, (4, 4, 2): 2, (8, 2, 4): 2}
     assert {sizes: processes_together(mesh(*sizes)) for sizes in together} == together
     with pytest.raises(ValueError, match="tensor = 4 does not divide the 6 devices of a process and is not a multiple"):
         make_mesh(ShardingConfig(tensor=4), devices(2, 6))
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
+    topology = parse_topology("v5p:4x4x8")
+    for tensor, members in ((4, 1), (8, 2), (32, 8)):
+        config = Config(sharding=ShardingConfig(fsdp=4, tensor=tensor))
+        planned = planning.planned_mesh(config, topology, arithmetic=True)
+        assert processes_together(planned, planning.processes_of(planned, topology)) == members
+        assert planning.work_of(config, planned, topology, 0.0).samplers * members == 32
+    for settings, named in (
         ({"rollout": RolloutConfig(step_limit=StreamedRows())}, "rollout.step_limit stream"),
         ({"environment": AgentCommand(command="true")}, "environment agent"),
-    ],
-)
-def test_what_a_team_cannot_do_is_refused(settings, named):
-    devices = np.array([SimpleNamespace(process_index=i) for i in range(2)])
-    config = SimpleNamespace(**{"rollout": RolloutConfig(), "environment": None} | settings)
-    config.sharding = ShardingConfig(tensor=2)
-    with pytest.raises(ValueError, match=rf"tensor = 2 lets 2 processes sample as one, which excludes {named}"):
-        check_together(config, SimpleNamespace(shape={"tensor": 2}, size=2, devices=devices))
-    check_together(config, SimpleNamespace(shape={"tensor": 1}, size=2, devices=devices))
-
-
-def test_a_plan_counts_teams():
-    topology = parse_topology("v5p:4x4x8")
-    for tensor, together in ((4, 1), (8, 2), (32, 8)):
-        config = Config(sharding=ShardingConfig(fsdp=4, tensor=tensor))
-        mesh = planning.planned_mesh(config, topology, arithmetic=True)
-        assert processes_together(mesh, planning.processes_of(mesh, topology)) == together
-        assert planning.work_of(config, mesh, topology, 0.0).samplers * together == 32
+    ):
+        config = {"rollout": RolloutConfig(), "environment": None, "sharding": ShardingConfig(tensor=2)} | settings
+        with pytest.raises(ValueError, match=rf"tensor = 2 lets 2 processes sample as one, which excludes {named}"):
+            check_together(SimpleNamespace(**config), mesh(2, 2, 1))
+        check_together(SimpleNamespace(**config), mesh(1, 2, 1))
 
 
 WIDE = ("--model.heads=4", "--sharding.fsdp=1", "--sharding.tensor=4")
@@ -178,6 +160,6 @@ def test_a_signal_ends_both_with_the_state_saved_and_a_death_ends_the_other(tmp_
     statuses = ended(processes, 60)
     assert time.monotonic() - killed < 60
     assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] not in (0, None)
-    text = whole_text(tmp_path)
+    text = said(tmp_path)
     if victim:
         assert f"process 1 ({socket.gethostname()}, pid {processes[1].pid}) of 2 is gone" in text or "unhealthy" in text

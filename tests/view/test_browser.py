@@ -27,13 +27,15 @@ from tests.helpers.demo import TOKENIZER, records, write_run
 from tests.helpers.knobs import write_lines
 
 playwright = pytest.importorskip("playwright.sync_api")
+Image = pytest.importorskip("PIL.Image")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")]
 
+WIDE = {"width": 1300, "height": 860}
 FORMS = {
-    "desktop": {"viewport": {"width": 1300, "height": 860}, "color_scheme": "light"},
+    "desktop": {"viewport": WIDE, "color_scheme": "light"},
     "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
-    "dark": {"viewport": {"width": 1300, "height": 860}, "color_scheme": "dark"},
+    "dark": {"viewport": WIDE, "color_scheme": "dark"},
 }
 
 
@@ -71,70 +73,59 @@ def serve():
 
 @pytest.fixture
 def tab(chromium, serve):
-    """Opens addresses in one tab of each form, closed before its servers; errors, dialogs and requests to elsewhere
+    """Opens addresses in one tab of each form, closed before the servers; errors, dialogs and requests to elsewhere
     fail the test."""
-    pages, seen = {}, []
+    pages, seen, local = {}, [], ("http://127.0.0.1:", "file://", "about:")
 
     def open_in(form, options):
         page = pages[form] = chromium.new_context(**FORMS[form], **options).new_page()
         page.on("pageerror", lambda error: seen.append(str(error)))
         page.on("console", lambda message: seen.append(message.text) if message.type in ("error", "warning") else None)
         page.on("dialog", lambda dialog: (seen.append("dialog"), dialog.dismiss()))
-        page.on("request", lambda request: seen.append(request.url) if not is_local(request.url) else None)
+        page.on("request", lambda request: seen.append(request.url))
         return page
 
-    yield lambda address, form="desktop", **options: opened(pages.get(form) or open_in(form, options), address)
+    def show(address, form="desktop", wait="body", **options):
+        return opened(pages.get(form) or open_in(form, options), address, wait)
+
+    yield show
     for page in pages.values():
         page.context.close()
-    assert not seen
+    assert not [what for what in seen if not what.startswith(local) or "pwned" in what]
 
 
-def is_local(url):
-    return url.startswith(("http://127.0.0.1:", "file://", "about:")) and "pwned" not in url
-
-
-def opened(page, address):
+def opened(page, address, wait="body"):
     page.goto("about:blank")
     page.goto(address)
     page.wait_for_selector("body[data-opened]")
+    page.wait_for_selector(wait)
     return page
-
-
-@pytest.fixture(scope="module")
-def pictured(demo):
-    """(runs whose curves are shown, a run whose groups are shown): recorded ones, if there are some."""
-    folder = os.environ.get("GRPO_ROC_RUNS")
-    if not folder:
-        return demo, demo[0]
-    return [f"{folder}/toy"], f"{folder}/words"
-
-
-def steps_of(run):
-    return [step for _, kind, step in trace.trace_files(Path(run) / "trajectories") if kind == "step"]
 
 
 def telling_group(run):
     """(step, group, place, place) of the group in which most differs: the places of a success with a failed call and
     of a clean one."""
-    best = (False,)
-    for step in steps_of(run):
-        members = {}
-        for row, record in enumerate(trace.read_trace(run, step)):
-            members.setdefault(record.group, []).append((row, record))
-        for group, group_records in members.items():
-            right = [(row, r) for row, r in group_records if r.verdict.status == "correct"]
-            failed = [row for row, r in right if r.verdict.tool_errors]
-            clean = [row for row, r in right if r.verdict.tool_calls and not r.verdict.tool_errors]
-            if failed and clean:
-                kinds = {(r.verdict.status, r.why, r.verdict.tool_errors > 0) for _, r in group_records}
-                ranked = any(r.why == "penalty" for _, r in group_records)
-                best = max(best, (ranked, len(kinds), step, group, failed[0], clean[0]))
-    return best[-4:]
+    best, members = [(False,)], {}
+    for _, kind, step in trace.trace_files(Path(run) / "trajectories"):
+        for row, record in enumerate(trace.read_trace(run, step) if kind == "step" else ()):
+            members.setdefault((step, record.group), []).append((row, record))
+    for at, rows in members.items():
+        right = [(row, r.verdict) for row, r in rows if r.verdict.status == "correct"]
+        failed = [row for row, verdict in right if verdict.tool_errors]
+        clean = [row for row, verdict in right if verdict.tool_calls and not verdict.tool_errors]
+        if failed and clean:
+            kinds = {(r.verdict.status, r.why, r.verdict.tool_errors > 0) for _, r in rows}
+            best.append((any(r.why == "penalty" for _, r in rows), len(kinds), *at, failed[0], clean[0]))
+    return max(best)[-4:]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_view_is_drawn_and_fits(tab, serve, pictured, tmp_path, form):
-    several, shown = pictured
+def test_every_view_is_drawn_and_fits(tab, serve, demo, tmp_path, form):
+    """The curves of several runs and the groups of one: of recorded ones, if there are some."""
+    folder = os.environ.get("GRPO_ROC_RUNS")
+    pictures = Path(os.environ.get("GRPO_ROC_SCREENSHOTS", tmp_path))
+    pictures.mkdir(parents=True, exist_ok=True)
+    several, shown = ([f"{folder}/toy"], f"{folder}/words") if folder else (demo, demo[0])
     base, alone = serve(*several), serve(shown)
     at, group, repaired, clean = telling_group(shown)
     views = {
@@ -146,22 +137,14 @@ def test_every_view_is_drawn_and_fits(tab, serve, pictured, tmp_path, form):
         "tokens": f"{alone}#/t?id=0.step.{at}.{repaired}&by=logprob",
         "evaluations": f"{base}#/evals",
     }
+    rare_colors_too = Image.Quantize.MAXCOVERAGE  # by default a rare color becomes a frequent one that is near
     for name, address in views.items():
         page = tab(address, form)
         page.wait_for_timeout(100)
         wide = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert wide[0] <= wide[1], (form, name)
-        keep(page, tmp_path, f"view_{name}_{form}")
-
-
-def keep(page, folder, name):
-    from PIL import Image
-
-    folder = Path(os.environ.get("GRPO_ROC_SCREENSHOTS", folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    rare_colors_too = Image.Quantize.MAXCOVERAGE  # by default a rare color becomes a frequent one that is near
-    picture.quantize(256, rare_colors_too).save(folder / f"{name}.png", optimize=True)
+        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(256, rare_colors_too)
+        picture.save(pictures / f"view_{name}_{form}.png", optimize=True)
 
 
 EVIL = (
@@ -189,18 +172,19 @@ LOCAL = "[...document.links].every(a => a.getAttribute('href')[0] === '#')"
 def evil_run(folder):
     """A run in which every text that is not a setting of the user's is an attack."""
     write_run(folder, 3, steps=2, groups=1, size=4)
+    failed = ToolResult("exception", EVIL, EVIL, EVIL, EVIL, EVIL, traceback=EVIL, observation=EVIL, shown=EVIL)
+    spoken = {"text": EVIL + "raw" + EVIL, "results": (failed,)}
+    spoken["calls"] = (ToolCall(EVIL, {"code": EVIL}, raw="raw", message=EVIL),)
     made = []
     for record in trace.read_trace(folder, 2):
-        failed = ToolResult("exception", EVIL, EVIL, EVIL, EVIL, EVIL, traceback=EVIL, observation=EVIL, shown=EVIL)
-        call = ToolCall(EVIL, {"code": EVIL}, raw="raw", message=EVIL)
-        turns = (
-            replace(record.trajectory.turns[0], text=EVIL + "raw" + EVIL, calls=(call,), results=(failed,)),
-            *(replace(turn, text=EVIL, reply=EVIL) for turn in record.trajectory.turns[1:]),
-        )
-        problem = replace(record.problem, uid=EVIL, prompt=EVIL, answer=EVIL, source=EVIL, extra={EVIL: EVIL})
-        verdict = replace(record.verdict, answer=EVIL, channels={EVIL: 1.0})
-        trajectory = replace(record.trajectory, turns=turns)
-        made.append(replace(record, problem=problem, trajectory=trajectory, verdict=verdict, why=EVIL))
+        first, *later = record.trajectory.turns
+        turns = (replace(first, **spoken), *(replace(turn, text=EVIL, reply=EVIL) for turn in later))
+        changes = {
+            "problem": replace(record.problem, uid=EVIL, prompt=EVIL, answer=EVIL, source=EVIL, extra={EVIL: EVIL}),
+            "verdict": replace(record.verdict, answer=EVIL, channels={EVIL: 1.0}),
+            "trajectory": replace(record.trajectory, turns=turns),
+        }
+        made.append(replace(record, **changes, why=EVIL))
     writer = trace.TraceWriter(folder, decode=lambda ids: EVIL * len(ids))
     writer.write(2, made)
     writer.write(2, [replace(record, why="evaluation") for record in made], kind="eval")
@@ -277,34 +261,34 @@ def test_a_click_on_a_step_opens_its_groups_and_keys_lead_on(tab, serve, demo):
     page.wait_for_selector("dialog[open]")
 
 
-def test_bands_are_those_of_the_plots(tab, serve, demo):
-    page = tab(serve(*demo[:2]))
-    chart = page.locator("figure", has_text="reward, all sampled")
-    chart.locator(".chart").focus()
-    expected = curve(load_runs(demo[:2]), "rollout/reward")
-    for step in range(12):
-        page.keyboard.press("ArrowRight")
-        readout = chart.locator(".readout").inner_text()
-        mean, spread = map(float, re.search(r"([\d.e-]+) ± ([\d.e-]+)", readout).groups())
-        assert f"step {step + 1}" in readout
-        assert [mean, spread] == pytest.approx([expected.mean[step], expected.std[step]], abs=5.1e-4)  # of three digits
-    page = tab(page.url + "#/curves?x=tokens&smooth=5")
+def test_bands_and_running_means_are_those_of_the_plots(tab, serve, demo, tmp_path):
+    """A running mean counts steps and leaves evaluations as measured."""
+
+    def readouts(page, title, expected):
+        """What the chart says of each step, beside the mean and the spread that it should say."""
+        chart = page.locator("figure", has_text=title)
+        chart.locator(".chart").focus()
+        for mean, spread in zip(expected.mean, expected.std, strict=True):
+            page.keyboard.press("ArrowRight")
+            yield chart.locator(".readout"), mean, spread
+
+    base, runs = serve(*demo[:2]), load_runs(demo[:2])
+    at = enumerate(readouts(tab(base), "reward, all sampled", curve(runs, "rollout/reward")), 1)
+    for step, (readout, mean, spread) in at:
+        text = readout.inner_text()
+        shown = [*map(float, re.search(r"([\d.e-]+) ± ([\d.e-]+)", text).groups())]
+        assert f"step {step}" in text and shown == pytest.approx([mean, spread], abs=5.1e-4)  # of three digits
+    page = tab(f"{base}#/curves?x=tokens&smooth=5")
     assert "by tokens" in page.locator(".chart").first.get_attribute("aria-label")
     assert page.locator(".alarm").count() > 0
     ticks = page.locator("figure", has_text="rollouts kept").locator("text[text-anchor=end]").all_text_contents()
     assert len(set(ticks)) == len(ticks) > 2 and "24" in ticks  # a constant has ticks that differ
-
-
-def test_a_running_mean_counts_steps_and_leaves_evaluations_as_measured(tab, serve, tmp_path):
     rows = [{"step": i} | ({} if 3 <= i <= 6 else {"rollout/reward": i * i / 99}) for i in range(1, 13)]
     write_lines(tmp_path / "metrics.jsonl", [row | {"eval/all/avg@1": row["step"] % 5 / 5} for row in rows])
     page, runs = tab(f"{serve(tmp_path)}#/curves?smooth=5"), load_runs([str(tmp_path)])
     for title, metric, window in (("reward, all sampled", "rollout/reward", 5), ("held-out accuracy", "eval", 1)):
-        chart, expected = page.locator("figure", has_text=title), curve(runs, metric, smooth=window)
-        chart.locator(".chart").focus()
-        for mean in expected.mean:
-            page.keyboard.press("ArrowRight")
-            assert float(chart.locator(".readout span").inner_text()) == pytest.approx(mean, abs=5.1e-4), title
+        for readout, mean, _ in readouts(page, title, curve(runs, metric, smooth=window)):
+            assert float(readout.locator("span").inner_text()) == pytest.approx(mean, abs=5.1e-4), title
 
 
 FILTERS = {
@@ -322,15 +306,32 @@ FILTERS = {
 }
 
 
-def test_filters_show_what_they_say(tab, serve, demo):
+def test_filters_show_what_they_say_and_lists_sort(tab, serve, demo):
+    """By the spread of rewards and by the share of failing calls, largest first; the numbers are those of the log."""
     base, every = serve(demo[0]), list(trace.read_trace(demo[0]))
     for query, fits in FILTERS.items():
-        page = tab(f"{base}#/rollouts?{query}")
-        page.wait_for_selector(".item")
+        page = tab(f"{base}#/rollouts?{query}", wait=".item")
         expected = [r for r in (trace.read_trace(demo[0], 6, "eval") if "eval" in query else every) if fits(r)]
         assert page.inner_text(".count").split(" of ")[0] == f"{len(expected):,}" and expected, query
     page = tab(f"{base}#/rollouts?step=99")
     assert "Steps in the log: 1, 2, 3" in page.inner_text("main") and "correct " in page.inner_text("main")
+    base, groups = serve(demo[0]), {}
+    for record in trace.read_trace(demo[0]):
+        groups.setdefault((record.step, record.group), []).append(record.verdict)
+    share = {at: sum(v.tool_errors for v in g) / sum(v.tool_calls for v in g) for at, g in groups.items()}
+    spread = {at: max(v.reward for v in g) - min(v.reward for v in g) for at, g in groups.items()}
+    page = tab(f"{base}#/rollouts?sort=failed", wait=".item")
+    items = [row.get_attribute("href").split(".")[-2:] for row in page.locator(".item").all()[:8]]
+    assert [share[int(step), int(group)] for step, group in items] == sorted(share.values(), reverse=True)[:8]
+    legend = page.inner_text("main .key")
+    assert "correct" in legend and "dropped" in legend and "call:" not in legend  # the squares of groups show no calls
+    page = tab(f"{base}#/rollouts?view=flat", wait=".item")
+    assert "call: exception" in page.inner_text("main .key")
+    page = tab(f"{base}#/rollouts?sort=spread", wait=".item")
+    assert page.inner_text(".count").endswith("groups") and max(spread.values()) == 1
+    if min(spread.values()) == 0:
+        first = int(page.locator(".item .where").first.inner_text())
+        assert max(value for (step, _), value in spread.items() if step == first) == 1
 
 
 def test_two_rollouts_open_beside_each_other_with_their_difference(tab, serve, demo):
@@ -354,8 +355,9 @@ def test_two_rollouts_open_beside_each_other_with_their_difference(tab, serve, d
 
 
 def test_a_token_shows_its_numbers(tab, serve, demo):
-    page = tab(f"{serve(demo[0])}#/t?id=0.step.2.1&by=logprob")
-    record = list(trace.read_trace(demo[0], 2))[1]
+    """With ratio and entropy, which it can be colored by, where a pass has scored it."""
+    base = serve(demo[0])
+    page, record = tab(f"{base}#/t?id=0.step.2.1&by=logprob"), list(trace.read_trace(demo[0], 2))[1]
     t = record.trajectory.prompt_length + 4
     page.locator(f".tokens [data-i='{t}']").hover()
     text = page.locator("output").inner_text()
@@ -367,14 +369,10 @@ def test_a_token_shows_its_numbers(tab, serve, demo):
     assert "by=advantage" in page.url
     page.reload()
     page.wait_for_selector("[aria-selected=true]:has-text('advantage')")
-
-
-def test_tokens_are_colored_by_ratio_and_entropy_where_a_pass_scored_them(tab, serve, demo):
-    scored = [(i, r) for i, r in enumerate(trace.read_trace(demo[0], 3)) if r.scored is not None]
-    row, record = scored[0]
+    row, record = next((i, r) for i, r in enumerate(trace.read_trace(demo[0], 3)) if r.scored is not None)
     t = record.trajectory.prompt_length + 4
     ratio, entropy = np.exp(np.float32(record.scored[0, t])), record.scored[1, t]
-    page = tab(f"{serve(demo[0])}#/t?id=0.step.3.{row}&by=ratio")
+    page = tab(f"{base}#/t?id=0.step.3.{row}&by=ratio")
     token = page.locator(f".tokens [data-i='{t}']")
     token.hover()
     text = page.locator("output").inner_text()
@@ -397,6 +395,51 @@ def test_the_page_follows_a_run(tab, serve, tmp_path):
     page.wait_for_selector(".count:has-text('8 of 8')", timeout=15_000)
 
 
+def test_a_file_works_without_a_server(tab, demo, tmp_path):
+    file = tmp_path / "page.html"
+    assert view.main([*demo[:2], "--step", "6", "--html", str(file), "--limit", "20"]) == 0
+    page = tab(file.as_uri(), "phone", offline=True)
+    assert "step=6" in page.url and page.inner_text(".count").startswith("96 of 96")
+    records = list(trace.read_trace(demo[0], 6))
+    expected = sum("another name" in t.text for r in records[:20] for t in r.trajectory.turns[:2])
+
+    def at(where):
+        return tab(f"{file.as_uri()}#/{where}", "phone")
+
+    assert at("rollouts?text=another+name").inner_text(".count").startswith(f"{expected} of 96")
+    assert at("t?id=0.step.6.3").locator(".turn").count() == len(records[3].trajectory.turns)
+    assert "This file holds 20 rollouts, and not this one" in at("t?id=0.step.6.40").inner_text("main")
+    assert at("evals").locator(".whisker").count() > 0
+
+
+def test_runs_with_metrics_alone_or_trajectories_alone(tab, chromium, serve, demo, tmp_path):
+    """Or without the text of tokens, where ids are shown."""
+    bases = {}
+    for name, lacks in (("metrics", "trajectories"), ("log", "metrics.jsonl"), ("evals", "metrics.jsonl"), ("ids", "")):
+        shutil.copytree(demo[0], tmp_path / name)
+        gone = tmp_path / name / lacks if lacks else index.folder_of(tmp_path / name / "trajectories/log")
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        bases[name] = serve(tmp_path / name)
+    for log in (tmp_path / "evals/trajectories").glob("step_*"):
+        log.unlink()
+    trace.TraceWriter(tmp_path / "log").write(12, [])  # a step of which nothing is left
+    for name, where, text in (
+        ("metrics", "rollouts", "Steps in the log: none"),
+        ("metrics", "evals", "kept no rollouts"),
+        ("log", "curves", "no metrics yet"),
+        ("log", "rollouts", "528 of 528"),
+        ("log", "rollouts?step=12", "erdicts: none"),
+        ("evals", "rollouts?kind=eval", "144 of 144"),
+        ("evals", "group?g=0.step.1.0", "not in the log"),
+        ("ids", "t?id=0.step.2.1&by=mask", "so ids are shown"),
+        ("ids", "t?id=0.step.2.1&by=mask", "⟨60⟩⟨124⟩"),
+    ):
+        assert text in tab(f"{bases[name]}#/{where}").inner_text("main"), (name, where)
+    page = chromium.new_page()  # one that may log an answer 404
+    assert "no such thing" in opened(page, f"{bases['log']}#/t?id=0.step.1.999").inner_text("main")
+    page.close()
+
+
 def test_a_long_list_has_few_elements(tab, serve, demo, tmp_path):
     shutil.copytree(demo[0], tmp_path / "run")
     log = tmp_path / "run/trajectories/step_00000001.jsonl"
@@ -409,77 +452,6 @@ def test_a_long_list_has_few_elements(tab, serve, demo, tmp_path):
     assert page.locator(".item").count() < 60
     page.emulate_media(media="print")
     assert not page.locator("#top nav").is_visible()
-
-
-def test_a_file_works_without_a_server(tab, demo, tmp_path):
-    where = tmp_path / "page.html"
-    assert view.main([*demo[:2], "--step", "6", "--html", str(where), "--limit", "20"]) == 0
-    page = tab(where.as_uri(), "phone", offline=True)
-    assert "step=6" in page.url and page.inner_text(".count").startswith("96 of 96")
-    expected = sum(
-        "another name" in t.text for r in list(trace.read_trace(demo[0], 6))[:20] for t in r.trajectory.turns[:2]
-    )
-    shown = tab(f"{where.as_uri()}#/rollouts?text=another+name", "phone").inner_text(".count")
-    assert shown.startswith(f"{expected} of 96")
-    turns = tab(f"{where.as_uri()}#/t?id=0.step.6.3", "phone").locator(".turn")
-    assert turns.count() == len(list(trace.read_trace(demo[0], 6))[3].trajectory.turns)
-    page = tab(f"{where.as_uri()}#/t?id=0.step.6.40", "phone")
-    assert "This file holds 20 rollouts, and not this one" in page.inner_text("main")
-    assert tab(f"{where.as_uri()}#/evals", "phone").locator(".whisker").count() > 0
-
-
-def test_an_index_without_pieces_shows_ids(tab, serve, demo, tmp_path):
-    shutil.copytree(demo[0], tmp_path / "run")
-    shutil.rmtree(index.folder_of(tmp_path / "run/trajectories/log"))
-    page = tab(f"{serve(tmp_path / 'run')}#/t?id=0.step.2.1&by=mask")
-    assert "so ids are shown" in page.inner_text(".body") and page.inner_text(".tokens").startswith("⟨60⟩⟨124⟩")
-
-
-def test_runs_with_metrics_alone_or_trajectories_alone(tab, chromium, serve, demo, tmp_path):
-    for name, lacks in (("metrics", "trajectories"), ("log", "metrics.jsonl"), ("evals", "metrics.jsonl")):
-        shutil.copytree(demo[0], tmp_path / name)
-        gone = tmp_path / name / lacks
-        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-    for log in (tmp_path / "evals/trajectories").glob("step_*"):
-        log.unlink()
-    trace.TraceWriter(tmp_path / "log").write(12, [])  # a step of which nothing is left
-    bases = {name: serve(tmp_path / name) for name in ("metrics", "log", "evals")}
-    assert "Steps in the log: none" in tab(f"{bases['metrics']}#/rollouts").inner_text("main")
-    assert "kept no rollouts" in tab(f"{bases['metrics']}#/evals").inner_text("main")
-    assert "no metrics yet" in tab(f"{bases['log']}#/curves").inner_text("main")
-    assert tab(f"{bases['log']}#/rollouts").inner_text(".count").startswith("528 of 528")
-    assert "verdicts: none" in tab(f"{bases['log']}#/rollouts?step=12").inner_text("main").lower()
-    assert tab(f"{bases['evals']}#/rollouts?kind=eval").inner_text(".count").startswith("144 of 144")
-    assert "not in the log" in tab(f"{bases['evals']}#/group?g=0.step.1.0").inner_text("main")
-    page = chromium.new_page()  # one that may log an answer 404
-    assert "no such thing" in opened(page, f"{bases['log']}#/t?id=0.step.1.999").inner_text("main")
-    page.close()
-
-
-def test_a_list_says_what_its_marks_mean_and_sorts(tab, serve, demo):
-    """By the spread of rewards and by the share of failing calls, largest first; the numbers are those of the log."""
-    base = serve(demo[0])
-    groups = {}
-    for record in trace.read_trace(demo[0]):
-        groups.setdefault((record.step, record.group), []).append(record.verdict)
-    failing = [sum(v.tool_errors for v in g) / sum(v.tool_calls for v in g) for g in groups.values()]
-    spread = [max(v.reward for v in g) - min(v.reward for v in g) for g in groups.values()]
-    page = tab(f"{base}#/rollouts?sort=failed")
-    page.wait_for_selector(".item")
-    items = [row.get_attribute("href").split(".")[-2:] for row in page.locator(".item").all()[:8]]
-    share = dict(zip(groups, failing, strict=True))
-    assert [share[int(step), int(group)] for step, group in items] == sorted(failing, reverse=True)[:8]
-    legend = page.inner_text("main .key")
-    assert "correct" in legend and "dropped" in legend and "call:" not in legend  # the squares of groups show no calls
-    page = tab(f"{base}#/rollouts?view=flat")
-    page.wait_for_selector(".item")
-    assert "call: exception" in page.inner_text("main .key")
-    page = tab(f"{base}#/rollouts?sort=spread")
-    page.wait_for_selector(".item")
-    assert page.inner_text(".count").endswith("groups") and max(spread) == 1
-    if min(spread) == 0:
-        first = int(page.locator(".item .where").first.inner_text())
-        assert max(s for s, (step, _) in zip(spread, groups, strict=True) if step == first) == 1
 
 
 def test_a_card_has_its_answer_and_a_penalty_only_where_it_ranks(tab, serve, demo):
@@ -522,8 +494,7 @@ def test_kinds_of_failed_calls_look_different(tab, serve, demo, tmp_path):
     )
     base, looks = serve(tmp_path), set()
     for sample, kind in enumerate(kinds):
-        page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.{sample}")
-        page.wait_for_selector(".called")
+        page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.{sample}", wait=".called")
         mark = page.locator(".card").nth(sample).locator(".call").first
         assert page.locator(".called .call").first.get_attribute("class") == mark.get_attribute("class")
         assert f"call: {kind.replace('_', ' ')}" in page.inner_text("section > .key")
@@ -542,8 +513,7 @@ def test_equal_tokens_of_two_rollouts_are_folded(tab, serve, demo, tmp_path):
     write_group(tmp_path, record, [trajectory, short], advantages=None)
     part = next(i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
     for run, equal, others in ((tmp_path, end, 1), (demo[0], part, 2)):
-        page = tab(f"{serve(run)}#/pair?a=0.step.1.0&b=0.step.1.1&by=mask")
-        page.wait_for_selector(".fold")
+        page = tab(f"{serve(run)}#/pair?a=0.step.1.0&b=0.step.1.1&by=mask", wait=".fold")
         assert [fold.inner_text() for fold in page.locator(".fold").all()] == [f"{equal} equal tokens"] * 2
         beyond = page.locator(f".trajectory [data-i='{equal}']")
         assert beyond.count() == others and beyond.first.is_visible()
@@ -560,8 +530,7 @@ def test_points_are_marked_where_they_are_few_or_between_gaps(tab, serve, demo, 
         row["eval/all/avg@1"] = row["step"] / 300
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for run, counts in ((demo[0], [12, 3]), (tmp_path, [0, 30])):
-        page = tab(f"{serve(run)}#/curves")
-        page.wait_for_selector("svg.chart circle")
+        page = tab(f"{serve(run)}#/curves", wait="svg.chart circle")
         assert [chart.locator("circle").count() for chart in page.locator("svg.chart").all()][:2] == counts
 
 
@@ -574,11 +543,9 @@ def test_a_group_of_one_without_calls_of_which_nothing_is_kept(tab, serve, demo,
     write_group(tmp_path, record, [replace(record.trajectory, turns=turns)], verdict=verdict, **changes)
     base = serve(tmp_path)
     for sort in ("spread", "failed"):
-        page = tab(f"{base}#/rollouts?sort={sort}")
-        page.wait_for_selector(".item")
+        page = tab(f"{base}#/rollouts?sort={sort}", wait=".item")
         assert "0 of 1 kept" in page.inner_text(".item") and page.locator(".sq.dropped").count() == 2  # one of the key
-    page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.0")
-    page.wait_for_selector("article.trajectory")
+    page = tab(f"{base}#/group?g=0.step.1.0&a=0.step.1.0", wait="article.trajectory")
     assert "0 of 1 kept · 1 dropped: equal rewards" in page.inner_text("section > .facts")
     text, key = page.inner_text(".card"), page.inner_text("section > .key")
     assert "no call" in text and "dropped: equal_rewards" in text and not page.locator(".card .pen").count()
@@ -587,8 +554,7 @@ def test_a_group_of_one_without_calls_of_which_nothing_is_kept(tab, serve, demo,
 
 
 def test_an_evaluation_has_no_marks_of_training(tab, serve, demo):
-    page = tab(f"{serve(demo[0])}#/rollouts?kind=eval")
-    page.wait_for_selector(".item")
+    page = tab(f"{serve(demo[0])}#/rollouts?kind=eval", wait=".item")
     page.locator(".item").first.click()
     page.wait_for_selector(".card")
     key = page.inner_text("section > .key")

@@ -1,10 +1,13 @@
 """The server answers loopback alone, by questions alone; the answers are those of the log."""
 
 import base64
+import hashlib
 import http.client
 import json
+import re
 import threading
 from dataclasses import replace
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.types import Group, Problem
 from grpo_roc_jax.view.answers import Runs, difference
 from grpo_roc_jax.view.page_server import PageServer
-from grpo_roc_jax.view.pages import policy
+from grpo_roc_jax.view.pages import page, part, policy
 from tests.helpers.demo import write_run
 from tests.helpers.samples import make_trajectory, make_verdict
 
@@ -38,11 +41,9 @@ def server(root):
         page_server.shutdown()
 
 
-def ask(server, path, method="GET", **headers):
+def ask(server, path):
     line = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    line.putrequest(method, path, skip_host="Host" in headers)
-    for name, value in headers.items():
-        line.putheader(name.replace("_", "-"), value)
+    line.putrequest("GET", path)
     line.endheaders()
     response = line.getresponse()
     return response.status, response.read(), dict(response.getheaders())
@@ -54,52 +55,30 @@ def answer(server, path):
     return json.loads(content)
 
 
-def test_it_listens_on_loopback_with_a_policy_on_every_answer(server):
+def test_it_listens_on_loopback_and_no_address_leads_out_of_the_questions(server):
     assert server.server_address[0] == "127.0.0.1"
     for path in ("/", "/api/state", "/nothing"):
         _, _, headers = ask(server, path)
         assert headers["Content-Security-Policy"] == policy(served=True)
         assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
-
-
-def test_other_methods_and_other_hosts_are_refused(server):
-    """`tests/test_servers.py` has what pages of other sites send."""
-    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"):
-        assert ask(server, "/", method)[0] == 501
-    for host in ("evil.example", "127.0.0.1", "localhost:1", ""):
-        status, content, _ = ask(server, "/api/state", Host=host)
-        assert status == 403 and b"demo" not in content, host
-    assert ask(server, "/api/state", Host=f"localhost:{server.server_port}")[0] == 200
-
-
-ESCAPES = [
-    "/../secret.txt",
-    "/%2e%2e/secret.txt",
-    "//etc/passwd",
-    "/api/../../secret.txt",
-    "/static/viewer.js",
-    "/api/trajectory?run=0&block=../secret.txt&row=0",
-    "/api/trajectory?run=0&block=step.1/../../../secret&row=0",
-    "/api/trajectory?run=-1&block=step.1&row=0",
-    "/api/trajectory?run=2&block=step.1&row=0",
-    "/api/trajectory?run=0&block=step.1&row=-1",
-    "/api/trajectory?run=0&block=step.1&row=999",
-    *(f"/api/trajectory?run=0&block={block}&row=0" for block in ("step", "step.-1", "step.1.2", f"step.{10**20}")),
-    "/api/blocks?run=0&blocks=step.1%00.txt",
-    "/api/metrics?run=x",
-    "/api/metrics",
-    "/api/search?run=0&blocks=step.1",
-    "/api/__class__",
-]
-
-
-def test_no_address_leads_out_of_the_questions(server):
-    for path in ESCAPES:
+    blocks = ["step", "step.-1", "step.1.2", f"step.{10**20}", "../secret.txt", "step.1/../../../secret"]
+    places = [f"run=0&block={block}&row=0" for block in blocks]
+    places += [f"run={run}&block=step.1&row={row}" for run, row in ((-1, 0), (2, 0), (0, -1), (0, 999))]
+    files = ["/../secret.txt", "/%2e%2e/secret.txt", "//etc/passwd", "/api/../../secret.txt", "/static/viewer.js"]
+    questions = [
+        "blocks?run=0&blocks=step.1%00.txt",
+        "metrics?run=x",
+        "metrics",
+        "search?run=0&blocks=step.1",
+        "__class__",
+    ]
+    questions += [f"trajectory?{place}" for place in places]
+    for path in [*files, *(f"/api/{question}" for question in questions)]:
         status, content, _ = ask(server, path)
         assert status == 404 and b"secret\n" not in content and content != b"secret", path
 
 
-def test_state_metrics_and_blocks_are_those_of_the_files(server, root):
+def test_what_is_asked_is_answered_from_the_files(server, root):
     state = answer(server, "state")
     assert [entry["name"] for entry in state] == [str(root / "a"), str(root / "b")]
     assert state[0]["label"] == state[1]["label"]  # they differ in the seed alone
@@ -112,30 +91,6 @@ def test_state_metrics_and_blocks_are_those_of_the_files(server, root):
     assert [(block["kind"], block["step"]) for block in blocks] == [("step", 3), ("eval", 6)]
     log = root / "a" / "trajectories" / "step_00000003.jsonl"
     assert blocks[0] == json.loads(index.load(log, "step", 3))
-
-
-def test_a_changed_file_has_another_stamp(tmp_path):
-    run = Runs([str(write_run(tmp_path / "a", 0, steps=1, groups=1, size=2))])
-    before = run.state()[0]["blocks"]
-    trace.TraceWriter(tmp_path / "a", decode=None).write(1, list(trace.read_trace(tmp_path / "a", 1))[:1])
-    after = run.state()[0]["blocks"]
-    assert before["step.1"] != after["step.1"] and before["eval.0"] == after["eval.0"]
-
-
-def test_alarms_come_from_metrics_and_events(tmp_path):
-    folder = write_run(tmp_path / "a", 0, steps=8, groups=1, size=2)
-    with open(folder / "events.jsonl", "a") as file:
-        file.write('{"step": 2, "event": "preempted", "text": "x"}\n{"step": 3, "ev')
-    events = Runs([str(folder)]).metrics(0)["events"]
-    assert [(event["step"], event["name"]) for event in events] == [
-        (2, "preempted"),
-        (4, "reward_spread"),
-        (7, "entropy_band"),
-    ]
-    assert events[1]["text"] == "below 0.05 for three steps"
-
-
-def test_a_trajectory_is_that_of_the_log(server, root):
     records = list(trace.read_trace(root / "a", 2))
     trajectory = answer(server, "trajectory?run=0&block=step.2&row=3")
     record = records[3]
@@ -145,24 +100,18 @@ def test_a_trajectory_is_that_of_the_log(server, root):
     text = "".join(trajectory["pieces"][str(i)] for i in tokens)
     assert text == "".join(segment["text"] for segment in trajectory["segments"])
     assert ("advantage" in trajectory["arrays"]) == record.kept
-
-
-def test_search_finds_text_and_neither_names_of_fields_nor_arrays(server, root):
-    matches = answer(server, "search?run=0&text=MODULE+has+another&blocks=step.1,step.2")
-    expected = {
+    places = {
         f"step.{step}": [
-            index
-            for index, record in enumerate(trace.read_trace(root / "a", step))
+            number
+            for number, record in enumerate(trace.read_trace(root / "a", step))
             if any("module has another" in turn.text for turn in record.trajectory.turns)
         ]
         for step in (1, 2)
     }
-    assert matches == {name: places for name, places in expected.items() if places} != {}
-    assert answer(server, "search?run=0&text=policy_mask&blocks=step.1") == {}
-    assert answer(server, "search?run=0&text=AAAA&blocks=step.1") == {}
-
-
-def test_evaluations_have_the_intervals_of_the_command(server, root):
+    expected = {name: numbers for name, numbers in places.items() if numbers}
+    assert answer(server, "search?run=0&text=MODULE+has+another&blocks=step.1,step.2") == expected != {}
+    for text in ("policy_mask", "AAAA"):
+        assert answer(server, f"search?run=0&text={text}&blocks=step.1") == {}
     evals = answer(server, "evaluations")
     records = list(trace.read_trace(root / "b", 6, "eval"))
     groups = {record.problem.uid: [] for record in records}
@@ -176,23 +125,26 @@ def test_evaluations_have_the_intervals_of_the_command(server, root):
     assert pairs == [(0, 6, 0, 0), (1, 6, 1, 0), (1, 6, 0, 6)]
 
 
-def test_a_difference_by_hand():
-    result = difference((1, 8, {"a": 1.0, "b": 0.0, "c": 1.0}), (0, 4, {"b": 1.0, "c": 1.0, "a": 0.0, "d": 1.0}))
-    assert (result["problems"], result["mean"]) == (3, 0.0) and result["low"] < 0 < result["high"]
-    assert [result[name] for name in ("both", "first", "second", "neither")] == [1, 1, 1, 0]
-    assert difference((1, 8, {}), (0, 4, {"a": 1.0}))["mean"] is None
-
-
-def test_a_problem_of_two_sources_counts_in_both_as_in_evaluate(tmp_path):
-    rng = np.random.default_rng(0)
-    groups = []
-    for source, right in (("a", 4), ("b", 0)):
+def test_alarms_stamps_of_files_and_problems_of_two_sources(tmp_path):
+    folder = write_run(tmp_path / "a", 0, steps=8, groups=1, size=2)
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"step": 2, "event": "preempted", "text": "x"}\n{"step": 3, "ev')
+    runs = Runs([str(folder)])
+    events = runs.metrics(0)["events"]
+    named = [(2, "preempted"), (4, "reward_spread"), (7, "entropy_band")]
+    assert [(event["step"], event["name"]) for event in events] == named
+    assert events[1]["text"] == "below 0.05 for three steps"
+    before = runs.state()[0]["blocks"]
+    trace.TraceWriter(folder, decode=None).write(8, list(trace.read_trace(folder, 8))[:1])
+    after = runs.state()[0]["blocks"]
+    assert before["step.8"] != after["step.8"] and before["eval.0"] == after["eval.0"], (
+        "a changed file has another stamp"
+    )
+    rng, groups = np.random.default_rng(0), []
+    for source, status in (("a", "correct"), ("b", "wrong")):
         for uid in ("p", "q"):
-            verdicts = tuple(
-                replace(make_verdict(rng, make_trajectory(rng, i)), status="correct" if i < right else "wrong")
-                for i in range(4)
-            )
             trajectories = tuple(make_trajectory(rng, i) for i in range(4))
+            verdicts = tuple(replace(make_verdict(rng, row), status=status) for row in trajectories)
             groups.append(Group(Problem(uid, "?", "1", source), trajectories, verdicts))
     trace.TraceWriter(tmp_path).write(0, trace.eval_records(0, groups), kind="eval")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
@@ -201,3 +153,52 @@ def test_a_problem_of_two_sources_counts_in_both_as_in_evaluate(tmp_path):
     for source, mean, problems in (("a", 1.0, 2), ("b", 0.0, 2), ("all", 0.5, 4)):
         assert (rows[source]["mean"], rows[source]["problems"]) == (mean, problems)
         assert (rows[source]["low"], rows[source]["high"]) == bounds[source]["avg@4"]
+    result = difference((1, 8, {"a": 1.0, "b": 0.0, "c": 1.0}), (0, 4, {"b": 1.0, "c": 1.0, "a": 0.0, "d": 1.0}))
+    assert (result["problems"], result["mean"]) == (3, 0.0) and result["low"] < 0 < result["high"]
+    assert [result[name] for name in ("both", "first", "second", "neither")] == [1, 1, 1, 0]
+    assert difference((1, 8, {}), (0, 4, {"a": 1.0}))["mean"] is None
+
+
+# ---- the page itself: what it may do, and that no text of a run can end the element that holds it -------------------
+
+EVIL = "</script><script>alert(1)</script><!--<script>{{script}}{{data}}{{style}}\u2028 é \ud800"
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes, and the text of scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.texts = [], {"script": [], "style": []}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag in self.texts:
+            self.texts[tag].append("")
+
+    def handle_data(self, data):
+        if self.cdata_elem in self.texts:
+            self.texts[self.cdata_elem][-1] += data
+
+
+def test_text_of_a_run_cannot_end_its_element_and_the_page_runs_its_own_script_alone():
+    parsed = Reader(page({"name": EVIL, "value": float("nan")}))
+    scripts = [attributes for tag, attributes in parsed.elements if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}, {}]
+    assert json.loads(parsed.texts["script"][0]) == {"name": EVIL, "value": None}
+    assert parsed.texts["script"][1] == part("viewer.js") and parsed.texts["style"] == [part("viewer.css")]
+    for data in (None, {}):
+        parsed = Reader(page(data))
+        rule = next(a["content"] for _, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
+        texts = [parsed.texts["script"][1], parsed.texts["style"][0]]
+        hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        assert re.findall("'sha256-([^']+)'", rule) == hashes
+        assert rule.startswith("default-src 'none'; ") and "unsafe" not in rule and "http" not in rule
+        assert ("connect-src 'self'" in rule) == (data is None)
+        names = {name for _, attributes in parsed.elements for name in attributes}
+        assert not names & {"src", "href", "style"} and not any(name.startswith("on") for name in names)
+    assert "frame-ancestors 'none'" in policy(served=True)
+    script = part("viewer.js")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", script)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", script + part("viewer.css") + part("page.html"))
