@@ -9,10 +9,12 @@ from annotated_types import Le
 
 from grpo_roc_jax.config import Config, WatchConfig, read_config
 from grpo_roc_jax.method.advantage import PassAtK, Scale
+from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
 from grpo_roc_jax.method.shaping import Overlong, ToolErrors
 from grpo_roc_jax.method.surrogate import CappedClip
 from grpo_roc_jax.settings import cli
+from grpo_roc_jax.settings.cli import find_config
 from grpo_roc_jax.settings.helping import WIDTH
 from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, Positive, fields_of, kind, settings
 from grpo_roc_jax.text.config import TextConfig
@@ -23,25 +25,15 @@ class Section:
     """A section."""
 
     clip_high: NotNegative = 0.28
-    """Upper clip."""
     names: tuple[str, ...] = ("a",)
-    """Names."""
     text: str = ""
-    """Text."""
     select: Literal["sort", "uniform"] = "sort"
-    """Which."""
     ddof: Literal[0, 1] = 1
-    """Which number."""
     enabled: bool = False
-    """Switch."""
     count: AtLeast1 = 1
-    """A count."""
     rate: Positive = 1.0
-    """A rate."""
     share: InnerShare = 0.5
-    """A share."""
     most: Annotated[int, Le(9)] = 1
-    """A count with an upper bound."""
 
     def __post_init__(self) -> None:
         if self.count > 10 * self.rate:
@@ -53,7 +45,6 @@ class Sample:
     """A configuration."""
 
     seed: int = 0
-    """Seed."""
     loss: Section = field(default_factory=Section)
 
 
@@ -106,11 +97,7 @@ def test_dump_reads_back_equal(tmp_path):
 def test_dump_of_kinds_reads_back_equal(tmp_path):
     words = "--shaping overlong tool_errors --advantage.baseline leave_one_out --surrogate.kl k3 --resample none "
     words += "--surrogate.old_logprobs scored --weights.factors truncated_is --plan.condition reward_tokens"
-    reads_back(tmp_path, *words.split(), "--group.size", "9", "--text.system", "so:\n{}")
-
-
-def reads_back(tmp_path, *words):
-    config = run(*words)
+    config = run(*words.split(), "--group.size", "9", "--text.system", "so:\n{}")
     assert run(write(tmp_path, resolved=cli.dump_yaml(config))) == config
 
 
@@ -143,9 +130,6 @@ def test_switches(words):
 )
 def test_lists_as_a_person_would_type_them(words):
     assert load(*words, "--seed", "3") == Sample(3, Section(names=("x", "y")))
-
-
-def test_lists_of_one_and_none():
     assert load("--loss.names", "x").loss.names == load("--loss.names", "[x]").loss.names == ("x",)
     assert load("--loss.names", "").loss.names == load("--loss.names", "[]").loss.names == ()
 
@@ -177,26 +161,24 @@ def test_a_section_as_a_mapping(tmp_path):
     assert refusal("--method", f"{{files: [{mine}]}}", of=Config).startswith("method.files: ")
 
 
-def test_values_that_look_like_something_else():
-    assert load("--seed", "-1").seed == -1
-    assert load("--loss.text", "[not a list").loss.text == "[not a list"
+def test_values_that_look_like_something_else(tmp_path):
+    for text, expected in {
+        "text: 2024-05-01": Section(text="2024-05-01"),
+        "text: 2024-99-99 1:00:00": Section(text="2024-99-99 1:00:00"),
+        "names: [2024-05-01, =, 1:30]": Section(names=("2024-05-01", "=", "1:30")),
+        "ddof: '0'": Section(ddof=0),
+    }.items():
+        assert load(write(tmp_path, it=f"loss: {{{text}}}\n")).loss == load(f"--loss={{{text}}}").loss == expected
+    words = ["--loss.text", "[not a list", "--loss.clip_high", "1e-3", "--loss.ddof", "0", "--seed", "-1"]
+    assert load(*words) == Sample(-1, Section(1e-3, text="[not a list", ddof=0))
     assert load("--loss.text", "true").loss.text == "true"
-    assert load("--loss.clip_high", "1e-3").loss.clip_high == 1e-3
-    assert load("--loss.ddof", "0").loss.ddof == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("text: 2024-05-01", Section(text="2024-05-01")),
-        ("text: 2024-99-99 1:00:00", Section(text="2024-99-99 1:00:00")),
-        ("names: [2024-05-01, =, 1:30]", Section(names=("2024-05-01", "=", "1:30"))),
-        ("ddof: '0'", Section(ddof=0)),
-    ],
-)
-def test_values_of_a_file_that_look_like_something_else(tmp_path, text, expected):
-    assert load(write(tmp_path, it=f"loss: {{{text}}}\n")).loss == expected
-    assert load(f"--loss={{{text}}}").loss == expected
+    assert load(write(tmp_path, it="# nothing\n")) == Sample()
+    config = read_config(Path("toy.yaml"), "--steps", 5, "--optim.lr", 1e-3)
+    assert (config.steps, config.optim.lr) == (5, 1e-3)
+    assert TextConfig(tokenizer=Path("a")) == TextConfig(tokenizer="a")
+    for word in (None, ["toy.yaml"], {}):
+        with pytest.raises(TypeError, match="read_config got"):
+            read_config(word)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +207,8 @@ def test_another_kind_starts_from_its_own_defaults(tmp_path):
     ("words", "expected"),
     [
         ("--shaping overlong", (Overlong(),)),
-        ("--shaping overlong,tool_errors", (Overlong(), ToolErrors())),
         ("--shaping overlong tool_errors", (Overlong(), ToolErrors())),
         ("--shaping [overlong, tool_errors]", (Overlong(), ToolErrors())),
-        ("--shaping [{kind: overlong, limit: 5000}, tool_errors]", (Overlong(limit=5000), ToolErrors())),
         ("--shaping {kind: overlong, limit: 5000}", (Overlong(limit=5000),)),
         ("--shaping overlong tool_errors --shaping.overlong.limit 5000", (Overlong(limit=5000), ToolErrors())),
         ("--shaping.overlong.limit 5000 --shaping overlong,tool_errors", (Overlong(limit=5000), ToolErrors())),
@@ -250,9 +230,6 @@ def test_one_of_a_list_changed_by_name(tmp_path):
     over = write(tmp_path, two="base: one.yaml\nshaping: {overlong: {limit: 5000}}\n")
     assert run(over).shaping == expected
     assert run(file, "--shaping", "overlong").shaping == (Overlong(),), "a list replaces a list"
-
-
-def test_a_mapping_is_a_list_of_one(tmp_path):
     assert run(write(tmp_path, one="shaping: {kind: overlong, limit: 5000}\n")).shaping == (Overlong(limit=5000),)
     assert run(write(tmp_path, one="shaping: overlong\n")).shaping == (Overlong(),)
 
@@ -271,7 +248,6 @@ LIKE_A_SETTING = "or --loss.names=VALUE where it begins like a setting, as name=
         ("--loss.rate 0", "loss.rate = 0 (command line): must be above 0"),
         ("--loss.share 1", "loss.share = 1 (command line): must be below 1"),
         ("--loss.most 10", "loss.most = 10 (command line): must be at most 9"),
-        ("--seed many", "seed = many (command line): must be a whole number"),
         ("--seed 0.5", "seed = 0.5 (command line): must be a whole number"),
         ("--loss.rate fast", "loss.rate = fast (command line): must be a number"),
         ("--loss.enabled 3", "loss.enabled = 3 (command line): must be true or false"),
@@ -309,9 +285,14 @@ def test_a_list_without_a_value_is_named_where_it_was_written(tmp_path):
             read_config(tmp_path / "own.yaml")
 
 
-def test_a_value_without_a_name():
+def test_refusals_of_whole_words_and_files(tmp_path):
     assert refusal("-x", "4") == "'-x' on the command line has no name; write --section.field -x"
     assert "seed = 3 4 (command line): must be one value, got 2" in refusal("seed=3", "4")
+    assert "line 2: `<<` is not read" in refusal(write(tmp_path, one="loss: &a {text: x}\n<<: *a\n"))
+    assert "no configuration file 'absent.yaml'" in refusal("absent.yaml")
+    assert "nearest: configs/toy.yaml" in refusal("toi.yaml")
+    (tmp_path / "it.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as YAML" in refusal(str(tmp_path / "it.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -328,15 +309,11 @@ def test_a_value_without_a_name():
         ("--surrogate.kl.coef 0.2", "is a setting of kind corrected, k1, k2, k3; kind none has no settings"),
         ("--surrogate sapo --surrogate.slope 2", "surrogate.slope = 2 (command line): kind sapo has no such setting"),
         ("--advantage pass_at_k --advantage.k 0", "advantage.k = 0 (command line): must be at least 1"),
-        ("--advantage.scale.eps -1", "advantage.scale.eps = -1 (command line): must be at least 0"),
         ("--shaping overlong --shaping.overlong.buffer 0", "shaping.0.buffer = 0 (command line): must be at least 1"),
         ("--shaping kl --shaping.overlong.limit 9", "holds kl; list it first, with --shaping kl,overlong"),
         ("--shaping.overlong.limit 9", "shaping.overlong (command line): shaping holds nothing; list it first, "),
-        ("--shaping kl --shaping.kll.coef 9", "shaping.kll (command line): unknown kind 'kll'; must be one"),
         ("--shaping [overlong", "cannot be read as YAML"),
-        ("--shaping", "--shaping has no value; write --shaping VALUE"),
         ("--method.files", "--method.files has no value; write --method.files VALUE"),
-        ("--stages", "--stages has no value; write --stages VALUE"),
         ("--shaping {limit: 3}", "must be one of"),
         ("--loss.clip_high 0.3", "unknown key 'loss.clip_high' (command line); did you mean 'surrogate.clip_high'?"),
         ("--shaping overlong --shaping.overlong.limit 64", "shaping overlong: buffer = 4096 is longer than limit = 64"),
@@ -379,15 +356,12 @@ def test_mistakes_in_a_file_name_file_and_line(text, message, tmp_path):
             "shaping:\n- kl\n- {kind: kl, limit: 3}\n",
             "shaping.1.limit = 3 (it.yaml, line 3): is a setting of kind overl",
         ),
-        ("shaping:\n- kind: overlong\n  buffer: 0\n", "shaping.0.buffer = 0 (it.yaml, line 3): must be at least 1"),
         ("shaping:\n- kind: overlong\n  buffer: true\n", "shaping.0.buffer = true (it.yaml, line 3): must be a value"),
         ("advantage:\n  adjust:\n  - {exponent: 3}\n", "advantage.adjust.0 = {exponent: 3} (it.yaml, line 3): must be"),
         ("surrogate: null\n", "surrogate = null (it.yaml, line 1): must be one of"),
         ("shaping: {overlong: {limit: 3}}\n", "list it with its settings: shaping: [{kind: overlong, ...}]"),
         ("shaping: true\n", "shaping = true (it.yaml, line 1): must be a value other than true and false"),
-        ("data: {weights: true}\n", "data.weights = true (it.yaml, line 1): must be a value other than true and"),
         ("optim.lr: 1\n", "unknown key 'optim.lr' (it.yaml, line 1); write it as optim: {lr: ...}"),
-        ("steps: 1:30\n", "steps = 1:30 (it.yaml, line 1): must be a whole number"),
         ("data: {sources: {a: 1}}\n", "data.sources.a (it.yaml, line 1): data.sources is a list, which is given as a"),
     ],
 )
@@ -397,36 +371,15 @@ def test_mistakes_in_kinds_name_file_and_line(text, message, tmp_path):
     assert message in refusal(write(tmp_path, over="base: it.yaml\nseed: 3\n"), of=Config), "also in a base"
 
 
-def test_a_value_over_a_file_is_blamed_where_it_was_written(tmp_path):
-    file = write(tmp_path, it="shaping: [{kind: overlong, buffer: 64}]\n")
-    message = refusal(file, "--shaping.overlong.buffer", "0", of=Config)
-    assert message == "shaping.0.buffer = 0 (command line): must be at least 1"
-
-
-def test_merge_keys_are_refused_by_their_name(tmp_path):
-    assert "line 2: `<<` is not read" in refusal(write(tmp_path, one="loss: &a {text: x}\n<<: *a\n"))
-
-
 def test_a_setting_of_a_listed_item_is_said_with_its_name(tmp_path):
     file = write(tmp_path, one="shaping: [overlong]\nweights: {factors: [truncated_is]}\n")
-    assert "shaping is a list; write shaping.overlong.limit" in refusal(file, "--shaping.limit", "9", of=Config)
-    assert "weights.factors is a list; write weights.factors.truncated_is." in refusal(
-        file, "--weights.factors.high", "3", of=Config
-    )
+    for name, message in (
+        ("shaping.limit", "shaping is a list; write shaping.overlong.limit"),
+        ("weights.factors.high", "weights.factors is a list; write weights.factors.truncated_is."),
+        ("shaping.overlong.buffer", "shaping.0.buffer = 0 (command line): must be at least 1"),
+    ):
+        assert message in refusal(file, f"--{name}", "0", of=Config)
 
-
-def test_missing_files_and_unreadable_ones(tmp_path):
-    assert "no configuration file 'absent.yaml'" in refusal("absent.yaml")
-    assert "nearest: configs/toy.yaml" in refusal("toi.yaml")
-    (tmp_path / "it.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read as YAML" in refusal(str(tmp_path / "it.yaml"))
-
-
-def test_an_empty_file_changes_nothing(tmp_path):
-    assert load(write(tmp_path, it="# nothing\n")) == Sample()
-
-
-PLAIN = ("name", "seed", "steps", "run_dir", "resume")
 
 # ---- help ----------------------------------------------------------------------------------------------------------
 
@@ -443,16 +396,14 @@ def test_help_fits_a_screen(capsys):
     assert len(lines) <= 45
     assert max(map(len, lines)) <= WIDTH == 110
     text = "\n".join(lines)
-    assert all(f"\n  {name} " in text for name in fields_of(Config) if name not in PLAIN)
+    assert all(f"\n  {name} " in text for name in fields_of(Config) if name not in "name seed steps run_dir resume")
     assert "kind: none, roc, max_variance, uniform" in text
 
 
-@pytest.mark.parametrize("section", [*fields_of(Config), "advantage.baseline", "plan.second", "surrogate.kl"])
-def test_help_of_each_section(section, capsys):
-    lines = said_by_help(capsys, "--help", section)
-    assert lines
-    assert max(map(len, lines)) <= WIDTH
-    assert "there is no" not in lines[0]
+def test_help_of_each_section(capsys):
+    for section in [*fields_of(Config), "advantage.baseline", "plan.second", "surrogate.kl"]:
+        lines = said_by_help(capsys, "--help", section)
+        assert max(map(len, lines)) <= WIDTH and "there is no" not in lines[0], section
 
 
 def test_help_of_a_choice_shows_each_kind_with_its_settings(capsys):
@@ -483,28 +434,9 @@ def test_help_narrows_down(capsys):
 
 
 def test_a_kind_needs_an_axis():
-    from grpo_roc_jax.method.part import Part
-
-    with pytest.raises(TypeError, match="has no axis"):
-
-        @kind("loose")
-        class Loose(Part):
-            """Belongs nowhere."""
-
-    with pytest.raises(TypeError, match="Alone: kind 'alone' has no axis; derive it from one"):
-
-        @kind("alone")
-        class Alone:
-            """Derived from nothing."""
-
-
-def test_paths_and_numbers_are_words_too():
-    config = read_config(Path("toy.yaml"), "--steps", 5, "--optim.lr", 1e-3)
-    assert (config.steps, config.optim.lr) == (5, 1e-3)
-    assert TextConfig(tokenizer=Path("a")) == TextConfig(tokenizer="a")
-    for word in (None, ["toy.yaml"], {}):
-        with pytest.raises(TypeError, match="read_config got"):
-            read_config(word)
+    for base in (Part, object):
+        with pytest.raises(TypeError, match="Alone: kind 'alone' has no axis; derive it from one"):
+            kind("alone")(type("Alone", (base,), {"__doc__": "Derived from nothing."}))
 
 
 def test_values_made_in_python_are_checked_too():
@@ -571,3 +503,63 @@ def test_files_that_fail_name_their_line(text, message, tmp_path):
         assert message in error
     assert "there is no file" in refusal("--method.files", "absent.py", of=Config)
     assert "nor an importable module" in refusal("--method.files", "absent_module", of=Config)
+
+
+# ---- settings of a kind ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "kinds"),
+    [
+        ("lora.rank=8", "kind low_rank"),
+        ("model.rope_scaling.factor=8", "kind linear, llama3, proportional, yarn"),
+        ("distributed.coordinator=host:1", "kind address"),
+        ("reward.truncated.reward=-1", "kind fixed"),
+        ("rollout.step_limit.seconds=5", "kind drop, partial"),
+        ("rollout.step_limit.lag=1", "kind stream"),
+        ("tools.executor.url=http://host:1", "kind code_judge, sandbox_fusion"),
+        ("resample.positive_select.epsilon=0.1", "kind inverse"),
+        ("log.wandb.project=mine", "kind offline, online, trackio"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused(word, kinds):
+    name, _, value = word.partition("=")
+    with pytest.raises(cli.ConfigError, match=f"^{name} = {value} .*: is a setting of {kinds}; kind"):
+        read_config(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("rollout.step_limit=drop",), r"rollout\.step_limit\.seconds has no default"),
+        (("model.experts=mixture", "model.experts.count=2", "model.experts.per_token=3"), "per_token = 3; must be at"),
+        (("model.windows=sliding", "model.windows.sizes=[]"), "must have at least one entry"),
+        (("model.windows=sliding", "model.windows.sizes=1,2,3,4,5"), r"sizes has 5 entries; .* model\.layers = 3"),
+        (("model.head_dim=7",), r"model\.head_dim = 7 .*must be a multiple of 2"),
+        (("distributed=address", "distributed.processes=2", "distributed.process=2"), "process = 2; must be below"),
+        (("optim.schedule=cosine", "optim.schedule.total_steps=3"), "set optim.schedule.total_steps to the optimizer"),
+        (("tools.executor=code_judge", "tools.memory_mb=99"), r"tools\.memory_mb = 99 has no effect .* code_judge"),
+        (
+            ("tools.executor=sandbox_fusion", "tools.memory_mb=99", "tools.workers=3", "tools.cpus=0"),
+            r"leave out tools\.workers, tools\.cpus, or set tools\.executor to local or ray",
+        ),
+    ],
+)
+def test_impossible_settings_of_a_kind_are_refused(words, message):
+    with pytest.raises(cli.ConfigError, match=message):
+        read_config(*words)
+
+
+def test_a_path_that_stands_for_a_kind_goes_with_the_settings_of_that_kind():
+    tokenizer = read_config("text.tokenizer=some/folder", "text.tokenizer.eos_token=<end>").text.tokenizer
+    assert (tokenizer.kind, tokenizer.path, tokenizer.eos_token) == ("file", "some/folder", "<end>")
+    config = read_config("reward.functions=answer,mine:brevity", "reward.functions.function.weight=0.5")
+    assert [part.weight for part in config.reward.functions] == [1.0, 0.5]
+    config = read_config("--reward.functions", "mine:brevity", "{kind: format, weight: 0.25}")
+    assert [part.name for part in config.reward.functions] == ["mine:brevity", "format"]
+    assert config.reward.functions[1].weight == 0.25
+
+
+def test_a_shipped_file_is_found_under_its_path_in_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("configs/toy.yaml") == find_config("toy.yaml") == find_config("configs/toy")

@@ -86,8 +86,11 @@ ADAPTERS = sorted(
 """Runs that the pages export an adapter of: each has the name of its recipe."""
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+def command(words: list[str], folder: Path) -> dict:
+    """Arguments of a process with a command."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", "grpo_roc_jax", *words]
+    return {"args": words, "cwd": folder, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
 
 
 def run(words: list[str], folder: Path) -> None:
@@ -95,14 +98,7 @@ def run(words: list[str], folder: Path) -> None:
 
     One that asks for an extra that is not installed here has said so in a line: the test is skipped.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_roc_jax", *words],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(**command(words, folder), capture_output=True)
     missing = re.search(r"^configuration: .* needs the package.*pip install '?(\w+)'?$", done.stderr, re.M)
     if done.returncode == 2 and missing and importlib.util.find_spec(missing[1]) is None:
         pytest.skip(missing[0])
@@ -112,15 +108,7 @@ def run(words: list[str], folder: Path) -> None:
 
 def serve(words: list[str], folder: Path) -> None:
     """A server in a process of its own: it says where it listens, answers, and ends when it is told to."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_roc_jax", *words],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = subprocess.Popen(**command(words, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         lines: list[str] = []
         for line in process.stdout:
@@ -198,6 +186,8 @@ def filled(line: str) -> list[str]:
 
 
 def test_the_pages_leave_enough_to_run():
+    assert len([line for path, line in LINES if path.name == "README.md"]) > 20
+    assert {path.name for path, _ in LINES} >= {"launch.md", "models.md", "plan.md", "toy.yaml"}
     names = {filled(line)[0] for line in RUNNABLE}
     assert names >= {"train", "sft", "evaluate", "difficulty", "view", "plot", "export", "chat", "check-data"}
     assert names >= {"check-reward", "doctor", "probe", "new", "run-tools"} and len(RUNNABLE) > 95

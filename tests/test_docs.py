@@ -3,7 +3,6 @@
 import ast
 import builtins
 import importlib.util
-import inspect
 import json
 import re
 import sys
@@ -14,21 +13,19 @@ import numpy as np
 import pytest
 import yaml
 
-import grpo_roc_jax
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.roc import error_penalty, format_penalty, quota
+from grpo_roc_jax.process.points import POINTS, VALUES
 from grpo_roc_jax.settings.layers import known_keys
 from grpo_roc_jax.settings.options import fields_of
+from tests.conftest import HERE, NAMED_TEST, fault_rows
 from tests.helpers.contrib import HAS_CONTRIB, with_contrib
+from tests.helpers.parts import part_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "ARCHITECTURE.md",
-    *sorted(DOCS.rglob("*.md")),
-    *sorted(ROOT.glob("examples/**/*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.rglob("*.md"))]
+PAGES += sorted(ROOT.glob("examples/**/*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 
@@ -95,11 +92,8 @@ def test_every_output_is_recorded_with_its_command(path):
     text = path.read_text(encoding="utf-8")
     opened = OPENED.findall(text)[::2]
     assert set(opened) <= set(LANGUAGES)
-    others = [
-        block
-        for language, block in re.findall(r"^ *```(.*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
-        if language != "console"
-    ]
+    blocks = re.findall(r"^ *```(.*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    others = [block for language, block in blocks if language != "console"]
     printed = re.compile(
         r"^(step +\d+  reward|sft +\d+  nll|plan: |problem: |files: |configuration: |stopped: )", re.MULTILINE
     )
@@ -117,10 +111,8 @@ def test_the_group_of_the_first_picture_obeys_the_selection():
     correct, kept = np.array([row["status"] == "correct" for row in rows]), column["kept"]
     penalties = np.array([row["penalty"] for row in rows])
     np.testing.assert_allclose(penalties[correct], (error_penalty(calls, failed) + formats)[correct])
-    assert quota(int((~correct).sum()), int(correct.sum()), 8) == (
-        int((kept & ~correct).sum()),
-        int((kept & correct).sum()),
-    )
+    counts = [int(part.sum()) for part in (~correct, correct, kept & ~correct, kept & correct)]
+    assert quota(*counts[:2], 8) == tuple(counts[2:])
     assert penalties[correct & kept].max() <= penalties[correct & ~kept].min()
     assert {row["why"] for row in rows} == {"kept", "penalty", "quota"} and len(rows) == 16
     for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "method.md"):
@@ -152,26 +144,11 @@ def test_the_generated_pages_are_current(name):
     assert (DOCS / name).read_text(encoding="utf-8") == content, "run `python docs/reference.py`"
 
 
-def test_the_page_on_python_says_what_is_passed_by_name():
-    page, calls = (DOCS / "api.md").read_text(encoding="utf-8"), 0
-    for name in grpo_roc_jax.__all__[1:]:
-        for shown in re.findall(rf"```python\n({name}\(.*?\))\n```", page, re.DOTALL):
-            written = ast.parse(f"def {shown.replace('=...', '=None')}: pass").body[0].args
-            given = inspect.signature(getattr(grpo_roc_jax, name)).parameters.values()
-            named = [parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY]
-            assert [argument.arg for argument in written.kwonlyargs] == named, name
-            calls += 1
-    assert calls > 20
-
-
 def test_the_menu_names_every_page_once():
     menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    named = [
-        page
-        for part in menu
-        for entry in part.values()
-        for page in ([entry] if isinstance(entry, str) else [next(iter(item.values())) for item in entry])
-    ]
+    entries = [entry for part in menu for entry in part.values()]
+    named = [e for e in entries if isinstance(e, str)]
+    named += [page for e in entries if not isinstance(e, str) for item in e for page in item.values()]
     assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")), "edit mkdocs.yml"
 
 
@@ -212,11 +189,47 @@ RUN = [
 """Blocks marked `python run` are executed, each on its own; their assertions must hold."""
 
 
-def test_pages_have_code_that_runs():
-    assert len(RUN) >= 4
-
-
 @pytest.mark.parametrize("block", RUN)
 def test_the_code_of_a_page_runs(block, tmp_path, monkeypatch):
+    assert len(RUN) >= 4
     monkeypatch.chdir(tmp_path)
     exec(block, {})
+
+
+# ---- the pages of faults and promises: tests that they name exist; every point of injection is in the code ---------
+
+
+@cache
+def functions_in(path: Path) -> set[str]:
+    """Names of the test functions of a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("page", ["faults.md", "promises.md"])
+def test_every_test_that_a_page_names_exists(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    named = NAMED_TEST.findall(text)
+    assert len(named) > 20 and text.count("::") == len(named)
+    here = [pair for pair in named if HAS_CONTRIB or not pair[0].startswith("contrib/")]
+    assert not [f"{file}::{name}" for file, name in here if name not in functions_in(HERE / file)]
+
+
+def test_the_table_has_every_fault_and_a_rotation_covers_it():
+    rows = fault_rows()
+    names = [row.split("|")[1].strip() for row in rows]
+    assert names == [f"F{i}" for i in range(1, 49)] + [f"A{i}" for i in range(1, 10)]
+    assert sorted(row for part in range(4) for row in part_of(rows, f"{part}/4")) == sorted(rows)
+
+
+def test_every_point_is_in_the_code_and_in_the_list():
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "grpo_roc_jax").rglob("*.py"))
+    points, values = (set(re.findall(rf"{name}\(\s*\"([a-z.]+)\"", code)) for name in ("reach", "spoiled"))
+    assert values == VALUES.keys()
+    points |= {f"{name}.memory" for name in re.findall(r"(?:halvings|memory)\.run\(\"(\w+)\"", code)}
+    assert points | values == POINTS.keys()
+
+
+def test_points_of_the_table_exist():
+    named = re.findall(r"`([a-z]+\.[a-z]+)=\w+", "".join(fault_rows()))
+    assert len(named) > 10 and set(named) <= POINTS.keys()

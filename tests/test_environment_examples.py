@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_roc_jax as g
+from grpo_roc_jax import train
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow
+from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
 from grpo_roc_jax.run.start import held_out, problem_stream
@@ -106,10 +108,10 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path = f"{FOLDER / 'trl_classes.py'}"
     words = [f"--environment={{kind: by_row, classes: ['counter={path}:Counter', 'halver={path}:Halver']}}"]
+    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
     for source, read in ((file, problem_stream), (file, held_out), ("world:gcd:1", problem_stream)):
         which = "eval_sources" if read is held_out else "sources"
         config = g.read_config("toy.yaml", *words, f"--data.{which}={source}")
-        chat = make_chat(config.text, load_tokenizer(config.text))
         with pytest.raises(g.ConfigError, match=r"column environment of .* is .*; must be one of counter, halver"):
             read(config, chat)
     with pytest.raises(g.ConfigError, match="names once"):
@@ -120,15 +122,10 @@ def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
     ("text", "message"),
     [
         ("{kind: mcp}", "command and environment.url: one of them must be set"),
-        (
-            "{kind: class, path: b}",
-            "is kind class; must be agent, mcp, openenv, verifiers or harbor, or the path of a class",
-        ),
-        ("{kind: tools}", "is kind tools; must be agent, mcp"),
+        ("{kind: class, path: b}", "is kind class; must be agent, mcp, openenv, verifiers or harbor, or the path of"),
         ("{kind: agent}", "neither command nor function"),
         ("{kind: agent, command: x, retries: 3}", "is a setting of kind by_row, class, harbor, mcp"),
         ("{kind: mcp, command: [x], timeout_s: 3}", "sets timeout_s, which is that of by_row"),
-        ("{kind: nope}", "unknown kind 'nope'; must be one of"),
         ("{command: [x]}", "or a mapping with 'kind'"),
         ("{kind: mcp, command: [x], urll: 3}", "kind mcp has no such setting"),
         ("{kind: mcp", "cannot be read as YAML"),
@@ -194,3 +191,58 @@ def test_rewards_of_an_environment_are_used_or_refused():
     for word, text in (("rollout.step_limit={kind: partial, seconds: 9}", "lost"), ("rollout.early_exit=true", "pays")):
         with pytest.raises(g.ConfigError, match=text):
             g.read_config("toy.yaml", *words, f"--{word}")
+
+
+# ---- environments that fail during training ------------------------------------------------------------------------
+
+
+class Mistaken(g.Environment):
+    """Has a mistake that no rollout escapes."""
+
+    def step(self, turn):
+        return self.absent.get(turn.text)
+
+
+class Numbers(g.Environment):
+    """Reads a number from each turn, which an untrained policy does not say."""
+
+    def step(self, turn):
+        return g.Observation(reward=float(int(turn.text.strip()) == 4), done=True)
+
+
+def words(tmp_path, kind, *more):
+    """Of a policy of random weights, which ends a turn at one of some hundred tokens."""
+    return [
+        "toy.yaml", *TINY, "--environment", f"{__file__}:{kind}", f"--run_dir={tmp_path}", "--log.traces=1",
+        "--sft.steps=0", "--reward.functions=environment", "--reward.truncated=score",
+        "--rollout.max_response_tokens=600", "--batch.row_length=640", *more,
+    ]  # fmt: skip
+
+
+def test_a_mistake_that_every_rollout_meets_ends_the_run_after_one_step_and_is_named(tmp_path, capfd):
+    assert train.main(words(tmp_path, "Mistaken")) == 5
+    lines = capfd.readouterr().err.strip().splitlines()
+    line = "step: AttributeError: 'Mistaken' object has no attribute 'absent' (test_environment_examples.py, line "
+    assert lines[-1].startswith(f"stopped: infrastructure: all 8 rollouts of a step ended alike: {line}")
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert max(row["step"] for row in rows) == 1
+    sampled = [record.trajectory for record in read_trace(tmp_path, 1)]
+    assert len(sampled) == 8 and all(t.stop == "infrastructure" and t.fault.startswith(line) for t in sampled)
+    assert sum("return self.absent.get(turn.text)" in t.fault for t in sampled) == 1, "the traceback of the first"
+    (event,) = read_events(tmp_path)
+    assert (event["step"], event["event"]) == (1, "environment") and event["text"].startswith(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["zero", "drop"])
+def test_what_the_policy_said_and_nobody_can_read_scores_0_unless_it_is_dropped(tmp_path, choice):
+    status = train.main(words(tmp_path, "Numbers", f"--environment.on_failure={choice}"))
+    records = list(read_trace(tmp_path, 1))
+    failed = [record for record in records if "ValueError: invalid literal for int()" in record.trajectory.fault]
+    assert len(records) == 8 and len(failed) >= 6, "a policy of random weights says no number"
+    if choice == "zero":
+        assert status == 0 and all(record.trajectory.stop == "failed" for record in failed)
+        assert all(record.verdict.reward == 0.0 and record.group >= 0 for record in failed), "they stay in their group"
+    else:
+        assert all(record.trajectory.stop == "infrastructure" and record.verdict is None for record in failed)
+        assert status == (5 if len(failed) == 8 else 0)

@@ -1,6 +1,6 @@
 """Faults injected at the named points of a run: which one was hit, and that the run ends or goes on as promised.
 
-`docs/faults.md` lists all faults with their tests; `test_fault_table.py` keeps that page true.
+`docs/faults.md` lists all faults with their tests; `test_docs.py` keeps that page true.
 """
 
 import json

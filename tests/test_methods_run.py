@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from docs.methods_table import load_methods
-from examples.plugins.consistency import Consistency
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.settings.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.settings.options import as_text
-from grpo_roc_jax.train import main, train
+from grpo_roc_jax.train import main
 from tests.helpers.parts import part_of
-from tests.test_train import TINY, numbers, params_hash, without_evaluation
+from tests.test_train import TINY, even, numbers, params_hash, without_evaluation
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
 METHODS = {name: method for name, method in load_methods().items() if method.path.parent == CONFIG_DIR / "methods"}
@@ -53,17 +52,12 @@ SIZES = {
 """Methods of the core that need more than the least."""
 
 
-def half(problem, trajectories):
-    """Pays for an even first token: a signal that a random policy meets about half of the time."""
-    return [float(t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
-
-
 def stubborn(problem, trajectories):
-    """The same, but every other problem pays under help only."""
+    """Pays for an even first token, but every other problem pays under help only."""
     plain = int(problem.uid.rsplit(":", 1)[1]) % 2
     return [
         paid * float(plain or bool(t.condition))
-        for paid, t in zip(half(problem, trajectories), trajectories, strict=True)
+        for paid, t in zip(even(problem, trajectories), trajectories, strict=True)
     ]
 
 
@@ -71,7 +65,7 @@ def tiny(name: str, run_dir, *more: str, size: Size | None = None) -> list[str]:
     """The words of a command line: the method's own settings on a model and budgets of no size."""
     path, size = load_methods()[name].path, size or SIZES.get(name, Size())
     config = load_config(Config, [str(path)], prog="test")
-    paid = f"tests.test_methods_run:{'stubborn' if size.helped else 'half'}"
+    paid = "tests.test_methods_run:stubborn" if size.helped else "tests.test_train:even"
     settings = {
         "rollout.max_prompt_tokens": size.prompt,
         "rollout.max_response_tokens": size.response,
@@ -157,14 +151,3 @@ def check_processes(name, size, tmp_path):
     assert main(tiny(name, tmp_path / "whole", size=size)) == 0
     assert without_evaluation(numbers(tmp_path / "run")) == without_evaluation(numbers(tmp_path / "whole"))
     assert params_hash(tmp_path / "run") == params_hash(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_plug_ins_train(tmp_path):
-    """One by its path, and one by argument."""
-    words = ["--rollout.max_response_tokens=64", "--batch.row_length=136", "--surrogate.old_logprobs=scored"]
-    words += ["--method.edit_groups=examples.plugins.clean_calls:purify", "--method.edit_rows=consistency"]
-    config = load_config(Config, tiny("grpo", tmp_path / "run", *words, "--steps=2"), prog="test")
-    train(config, functions={"consistency": Consistency(decay=0.5, every=1)})
-    rows = numbers(tmp_path / "run")
-    assert all(np.isfinite(row["loss/value"]) and row["update/grad_norm"] > 0 for row in rows[1:])

@@ -51,7 +51,9 @@ def kinds(outputs: list) -> list[str]:
     return [kind for kind, _ in groupby(kind for kind in names if kind != "stderr")]
 
 
-def test_there_is_a_notebook_for_each_question():
+def test_there_is_a_notebook_for_each_question_and_each_is_listed():
+    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    assert not [path.name for path in NOTEBOOKS if f"(../notebooks/{path.name})" not in page]
     assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(1, 9)]
 
 
@@ -65,6 +67,8 @@ def test_a_notebook_begins_with_installation_and_what_to_expect(path):
     expected = source(cells(path, "markdown")[1])
     assert all(f"**{word}**" in expected for word in ("Device", "Time", "Prediction"))
     assert all(word in "".join(code[1]["outputs"][0]["text"]) for word in ("grpo_roc_jax", "two CPU cores"))
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", "".join(map(source, cells(path, "markdown"))))
+    assert not [link for link in links if not (path.parent / link).exists()]
 
 
 @each
@@ -87,12 +91,6 @@ def test_the_stored_plans_are_those_that_plan_prints(path, capsys):
     for cell in plans(path):
         exec(source(cell), {"grpo_roc": grpo_roc})
         assert capsys.readouterr().out == "".join(cell["outputs"][0]["text"])
-
-
-@each
-def test_the_links_of_a_notebook_exist(path):
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", "".join(map(source, cells(path, "markdown"))))
-    assert not [link for link in links if not (path.parent / link).exists()]
 
 
 def test_the_first_cell_installs_a_wheel_from_the_folder_of_the_notebook(tmp_path, monkeypatch):
@@ -126,11 +124,6 @@ def test_the_first_cell_runs_in_an_empty_environment(tmp_path):
     done = subprocess.run(words, cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "env") in done.stdout and done.stdout.endswith(" toy\n")
-
-
-def test_every_notebook_is_listed():
-    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
-    assert not [path.name for path in NOTEBOOKS if f"(../notebooks/{path.name})" not in page]
 
 
 @pytest.fixture(scope="module")

@@ -58,16 +58,6 @@ def test_quick_steps_say_their_first_ones_and_then_one_line_in_half_a_minute():
     assert list(lines(13, first_s=60.0, each_s=45.0)) == list(range(1, 14)), "slow ones say something each time"
 
 
-def test_steps_that_end_together_are_told_with_their_rate():
-    clock, told = Hand(), []
-    stage = Phase("evaluation", 300, unit="problem", say=told.append, clock=clock)
-    for done in (128, 256, 300):
-        clock.now += 12.8
-        stage.step(done)
-    assert told[0] == "evaluation: problem 128 of 300, 0.10 s a problem, 17 s left"
-    assert [line.split(",")[0] for line in told] == [f"evaluation: problem {n} of 300" for n in (128, 256, 300)]
-
-
 def test_the_time_left_of_rollouts_is_said_once_a_tenth_has_ended_and_leaves_compilation_out():
     clock, told = Hand(), []
     narrator = Narrator(told.append, clock)
@@ -85,23 +75,6 @@ def test_the_time_left_of_rollouts_is_said_once_a_tenth_has_ended_and_leaves_com
     clock.now += 10.0
     rollouts.at(10)
     assert rollouts.left(clock.now) == ", 60 s left"  # 30 more at 2 s each
-
-
-def test_the_time_left_shrinks_while_a_step_runs():
-    clock, told = Hand(), []
-    stage = Phase("stage", 10, say=told.append, clock=clock)
-    for done, seconds in ((1, 60.0), (2, 30.0), (3, 30.0)):
-        clock.now += seconds
-        stage.step(done)
-    left = []
-    for _ in range(9):
-        left.append(stage.left(clock.now))
-        clock.now += 5.0
-    # 7 steps; then more than the 6 after it
-    assert left[0] == ", 4 min left" and left[-1] == left[-2] == ", 3 min left"
-    stage.at(9)
-    clock.now += 100.0
-    assert stage.left(clock.now) == ""  # the last one takes longer than all before: nothing is known
 
 
 def told_by(phases, seconds, look_every=0.25):
@@ -237,29 +210,15 @@ def test_a_phase_says_what_is_left_by_an_earlier_run_until_it_knows_better():
     assert narrator.measured == {"compiling decode/8": 40.0, "training": 3.0}
 
 
-def test_without_a_narrator_steps_are_silent(capsys):
-    with phase("supervised stage", steps=2) as stage:
-        stage.step(1)
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("groups", "metrics", "words"),
     [
         (4, {"roc/all_wrong": 3.0, "roc/all_correct": 1.0}, "1 all correct, 3 all wrong; the policy solves none"),
         (1, {"roc/all_correct": 1.0, "roc/all_wrong": 0.0}, "of 1 group 1 all correct; the policy solves all"),
         (2, {}, "2 dropped for other reasons"),
-        (
-            2,
-            {"verdict/infrastructure": 0.75, "verdict/not_scored": 0.25},
-            "2 without a rollout that has a score, since all",
-        ),
+        (2, {"verdict/infrastructure": 0.75, "verdict/not_scored": 0.25}, "2 without a rollout that has a score"),
         (2, {"roc/dropped_short_group": 4.0}, "2 with too few rollouts left"),
-        (
-            2,
-            {"roc/all_wrong": 1.0, "roc/dropped_equal_rewards": 8.0},
-            "1 all wrong, 1 with equal rewards for right and wrong answers",
-        ),
+        (2, {"roc/all_wrong": 1.0, "roc/dropped_equal_rewards": 8.0}, "1 all wrong, 1 with equal rewards for right"),
         (0, {}, "no group was sampled to its end"),
     ],
 )
@@ -320,6 +279,12 @@ def test_a_run_in_a_pipe_says_its_plan_and_the_steps_of_each_phase(tmp_path):
     assert not [line for line in text if "WARNING" in line or "warning" in line]
     silent, line = longest_silence(lines)
     assert silent < 15.0, (silent, line)  # on a machine that others use; the narrator speaks after 8
+
+
+def test_without_a_narrator_steps_are_silent(capsys):
+    with phase("supervised stage", steps=2) as stage:
+        stage.step(1)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.train import main
 from tests.helpers.knobs import other_values
 from tests.helpers.rollout_fakes import MODEL, sharp_params
-from tests.test_knob_effects import CASES
+from tests.test_knob_effects import CASES, ELSEWHERE
 from tests.test_train import TINY, launch, numbers, params_hash, wait_for_step
 from tests.test_train import on_one_device as on_one_device  # fixtures
 from tests.test_train import shared_programs as shared_programs
@@ -78,7 +78,18 @@ def cut_after(run_dir, step, *, rows):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def names_of(run_dir):
+    return {path.name for path in run_dir.glob("trajectories/*")}
+
+
 def test_checkpoints_that_cannot_be_used_are_refused_and_nothing_is_cut(copy, capsys):
+    settings = (copy / "config.yaml").read_bytes()
+    (copy / "config.yaml").write_text("steps: [")  # nor are settings
+    before = state(copy)
+    assert again(copy, "--steps=6") == 2
+    assert "config.yaml cannot be read" in capsys.readouterr().err
+    assert state(copy) == before
+    (copy / "config.yaml").write_bytes(settings)
     for manifest in copy.glob(f"checkpoints/*/{MANIFEST}"):
         manifest.write_bytes(manifest.read_bytes()[:100])
     before = state(copy)
@@ -93,8 +104,7 @@ def test_an_evaluation_that_was_due_is_made_up(full_run, copy):
     assert again(copy) == 0
     assert numbers(copy) == numbers(full_run)
     assert params_hash(copy) == params_hash(full_run)
-    names = [sorted(path.name for path in run.glob("trajectories/*")) for run in (copy, full_run)]
-    assert names[0] == names[1]
+    assert names_of(copy) == names_of(full_run)
 
 
 def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(full_run, copy, tmp_path, monkeypatch):
@@ -107,9 +117,7 @@ def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(full_run
         assert [row["step"] for row in read_metrics(copy)] == [0, 1, 2, 3, 4]
         assert len((copy / "metrics.jsonl").read_bytes().splitlines()) == len(lines) == 7
         assert numbers(copy) == numbers(full_run)
-        assert {path.name for path in copy.glob("trajectories/*")} == {
-            path.name for path in full_run.glob("trajectories/*")
-        }
+        assert names_of(copy) == names_of(full_run)
         summary, expected = (json.loads((run / "summary.json").read_text()) for run in (copy, full_run))
         assert summary["accuracy_after"] == expected["accuracy_after"]
     (timings,) = map(read_json_object, tmp_path.rglob("timings/*.json"))
@@ -168,17 +176,10 @@ def test_a_cast_moment_is_the_saved_one_rounded(tmp_path):
     assert (restored["mu"] == values.astype(jnp.bfloat16)).all()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--seed=7",
-        *(pytest.param(w, marks=pytest.mark.slow) for w in ("--data.world_problems=32", "--group.problems=3")),
-    ],
-)
-def test_force_takes_other_data_from_their_start(copy, capsys, words):
-    assert again(copy, "--steps=5", words) == 2
+def test_force_takes_other_data_from_their_start(copy, capsys):
+    assert again(copy, "--steps=5", "--seed=7") == 2
     assert "--force" in capsys.readouterr().err
-    assert again(copy, "--steps=5", words, "--force", "--log.console=plain") == 0
+    assert again(copy, "--steps=5", "--seed=7", "--force", "--log.console=plain") == 0
     assert "they begin at their start" in capsys.readouterr().out
 
 
@@ -200,7 +201,8 @@ def test_every_setting_that_force_is_offered_for_can_be_forced(full_run):
     saved = read_manifest(newest_whole(full_run / "checkpoints")).leaves
     offered, refused, words = [], [], [*WORDS, f"--run_dir={full_run}"]
     plain = load_config(Config, words, prog="test")
-    changes = [(key, value) for key, case in CASES.items() for value in values_of(key, case, plain)]
+    keys = [*CASES, *ELSEWHERE.split()]
+    changes = [(key, value) for key in keys for value in values_of(key, CASES.get(key), plain)]
     for key, value in changes:
         try:
             config = load_config(Config, [*words, f"--{key}={word(value)}"], prog="test")
@@ -221,30 +223,21 @@ def test_every_setting_that_force_is_offered_for_can_be_forced(full_run):
     assert not {"optim.lr", "reward.extraction"} & set(refused)
 
 
-WEIGHTED = ["--weights.factors=truncated_is", "--surrogate.old_logprobs=scored"]
-
-
 @pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ("stages", ["--stages=[{name: a, steps: 3}]"]),
-        ("rollout.low_precision", [*WEIGHTED, "--rollout.low_precision.weights=int8"]),
-        ("data.trace_weights", ["--data.trace_weights=1"]),
-        ("watch", ["--watch.steps=2"]),
-    ],
+    "word",
+    ["stages=[{name: a, steps: 3}]", "rollout.low_precision.weights=int8", "data.trace_weights=1", "watch.steps=2"],
 )
-def test_a_section_that_is_added_or_left_out_is_a_change(section, words):
-    settings = [
-        read_config("toy.yaml", *WEIGHTED, "--steps=3", "--data.trace_sources=a.jsonl", *more) for more in ([], words)
-    ]
+def test_a_section_that_is_added_or_left_out_is_a_change(word):
+    words = ["toy.yaml", "--weights.factors=truncated_is", "--surrogate.old_logprobs=scored", "--steps=3"]
+    settings = [read_config(*words, "--data.trace_sources=a.jsonl", *more) for more in ([], [f"--{word}"])]
     for before, now in (settings, settings[::-1]):
-        changed = changed_settings(dict(flatten(yaml.safe_load(dump_yaml(before)))), now)
-        assert changed.keys() == {section} and None in changed[section], changed
+        ((section, change),) = changed_settings(dict(flatten(yaml.safe_load(dump_yaml(before)))), now).items()
+        assert word.startswith(section) and None in change
 
 
 def values_of(key, case, config):
     """Other values of a setting; none where its section is not there."""
-    if case.value is not None:
+    if case is not None and case.value is not None:
         return [case.value]
     with contextlib.suppress(AttributeError, TypeError, StopIteration):
         return other_values(config, key)
@@ -264,24 +257,13 @@ def test_numbers_that_were_written_as_texts_are_no_change(tmp_path):
     assert changed_settings(before | {"seed": "4", "steps": "many"}, config).keys() == {"seed", "steps"}
 
 
-def test_a_run_without_readable_settings_is_refused(copy, capsys):
-    (copy / "config.yaml").write_text("steps: [")
-    before = state(copy)
-    assert again(copy, "--steps=6") == 2
-    assert "config.yaml cannot be read" in capsys.readouterr().err
-    assert state(copy) == before
-
-
-def fine(**more):
-    return {"time/step_s": 1.0, "loss/value": 0.0, "update/skipped": 0.0, "update/signal": 1.0} | more
-
-
 def test_stop_counters_survive_a_resume():
-    limits = LimitsConfig(skipped_updates=3)
-    watch = Watch(limits)
-    watch.recall([{"step": 0, "eval/all/avg@1": 0.5}, fine(), *[fine(**{"update/skipped": 1.0})] * 2])
+    watch = Watch(LimitsConfig(skipped_updates=3))
+    fine = {"time/step_s": 1.0, "loss/value": 0.0, "update/skipped": 0.0, "update/signal": 1.0}
+    skipped = fine | {"update/skipped": 1.0}
+    watch.recall([{"step": 0, "eval/all/avg@1": 0.5}, fine, skipped, skipped])
     with pytest.raises(Stopped, match="diverged: 3 updates"):
-        watch.look(fine(**{"update/skipped": 1.0}))
+        watch.look(skipped)
 
 
 def test_what_no_function_scored_is_infrastructure_and_no_missing_signal():
@@ -304,10 +286,7 @@ def session():
 
 
 def test_a_preempted_run_that_could_not_be_saved_says_so(session):
-    with (
-        pytest.raises(Stopped, match="interrupted, and the state after step 3 is not saved") as stop,
-        state_kept(session),
-    ):
+    with pytest.raises(Stopped, match="interrupted, and the state after step 3 is not") as stop, state_kept(session):
         raise Preempted
     assert stop.value.status == 5
     messages = []
@@ -354,8 +333,8 @@ def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path):
     assert newest_whole(run_dir / "checkpoints").step == 2
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 143), (signal.SIGUSR1, 143)])
-def test_signals_that_announce_an_end_stop_the_run(number, status):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_signals_that_announce_an_end_stop_the_run(number):
     preemption, before = Preemption(), signal.signal(number, signal.SIG_DFL)  # `nohup pytest` ignores SIGHUP
     try:
         with pytest.raises(Preempted), preemption.installed():

@@ -9,19 +9,21 @@ import pytest
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.method import planning as rc_grpo
 from grpo_roc_jax.method.planning import PlainPrompts, RewardTokens, reward_goal
 from grpo_roc_jax.run import evaluate
 from grpo_roc_jax.run.supervised import succeeded, trace_rows
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import Trace, make_chat
-from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main
 from grpo_roc_jax.types import PLAIN, Problem
 from grpo_roc_jax.worlds.demonstrations import demonstrate
 from grpo_roc_jax.worlds.worlds import world_problem
 from tests.test_train import TINY
+from tests.text.test_templates import make_directory
 
 TOKENIZER = load_tokenizer(TextConfig())
 CHAT = make_chat(TextConfig(), TOKENIZER)
@@ -117,12 +119,20 @@ def nothing(problem, trajectories):
 def test_a_policy_that_ignores_the_token_is_refused_by_the_command(tmp_path, capsys):
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
     words += ["--reward.functions", "tests.test_reward_tokens:nothing", "--plan.condition=reward_tokens"]
-    words += [
-        "--rollout.max_prompt_tokens=48",
-        "--batch.row_length=64",
-        "--sft.steps=0",
-        f"--run_dir={tmp_path / 'run'}",
-    ]
+    words += ["--rollout.max_prompt_tokens=48", "--batch.row_length=64", f"--run_dir={tmp_path / 'run'}"]
     assert main(words) == 2
     assert "success is 0.000 under the high reward token and 0.000 under the low one" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_the_end_of_a_turn_is_trained_on_and_padding_with_the_same_token_is_not(tmp_path):
+    folder = make_directory(tmp_path, "thinking", added=["<|im_end|>", "<|im_start|>"])
+    config = TextConfig(tokenizer=TokenizerFile(path=str(folder), pad_token="<|im_end|>"))
+    chat = make_chat(config, load_tokenizer(config))
+    assert chat.tokenizer.pad_id == chat.tokenizer.eos_id == chat.end_id
+    said = ("yes", "no", "perhaps not")
+    traces = [Trace(Problem(str(i), "?", "", "s"), (f"</reason>{text}",)) for i, text in enumerate(said)]
+    batch = pack(trace_rows(traces, chat), BatchConfig(row_length=64, rows=2), 4)[0]
+    assert ((batch.tokens == chat.end_id) & (batch.weights > 0)).sum() == len(said)
+    padding = batch.segment_ids == 0
+    assert padding.any() and not batch.weights[padding].any() and not batch.policy_mask[padding].any()

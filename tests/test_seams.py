@@ -68,7 +68,7 @@ def test_each_kind_of_reach_is_seen():
     code = f"from {PACKAGE}.run import sample, _hidden\nmonkeypatch.setattr(sample.time, 'x', 1)\nengine._rows\n"
     code += f"monkeypatch.setattr('{PACKAGE}.train.y', 1)\nself._mine\nos._exit(1)\nsetattr(engine, 'z', 1)\n"
     assert [(kind, line) for kind, line, _ in reaches(ast.parse(code))] == [
-        *(("private", 1), ("patch", 2), ("private", 3), ("patch", 4)),
+        *(("private", 1), ("patch", 2), ("private", 3), ("patch", 4))
     ]
 
 

@@ -161,6 +161,7 @@ def test_no_module_logs_them(caplog):
     finally:
         log.removeHandler(handler)
     logging.getLogger("other.grpo_roc_jax").warning("mine: %s", address)
+    assert logging.makeLogRecord({"name": "other", "msg": "%d rows", "args": (3,)}).getMessage() == "3 rows"
     ours = shown.getvalue() + "".join(r.getMessage() for r in caplog.records[:2])
     assert SECRET not in ours and ours.count(HIDDEN) >= 4
     assert "after 3 s" in ours and "100%" in ours and "Traceback" in ours and "OSError: refused by" in ours
@@ -169,21 +170,12 @@ def test_no_module_logs_them(caplog):
 
 def test_no_writer_of_a_run_writes_them(tmp_path):
     address = f"http://user:{SECRET}@host/x"
-    shown = []
-    Events(tmp_path, Writer([Shown(shown)]).say).note(1, "infrastructure", f"no answer from {address}")
+    shown, display = [], MetricsWriter()
+    display.say = lambda text, event=False: shown.append(text)
+    Events(tmp_path, Writer([display]).say).note(1, "infrastructure", f"no answer from {address}")
     written = (tmp_path / "events.jsonl").read_text()
     assert HIDDEN in written and SECRET not in written and "no answer from http://" in written
     assert len(shown) == 1 and SECRET not in shown[0] and HIDDEN in shown[0]
-
-
-class Shown(MetricsWriter):
-    """A display that collects its lines."""
-
-    def __init__(self, lines):
-        self.lines = lines
-
-    def say(self, text, event=False):
-        self.lines.append(text)
 
 
 def test_no_recipe_is_changed_by_it():
@@ -262,8 +254,3 @@ def test_messages_hide_them():
     with pytest.raises(g.ConfigError) as caught:
         g.read_config("toy.yaml", f"--steps=http://u:{SECRET}@h", "--seed=x")
     assert SECRET not in str(caught.value) and HIDDEN in str(caught.value)
-
-
-def test_records_that_a_handler_reads_are_made():
-    """As handlers of queues and sockets make them; the factory of records belongs to the whole process."""
-    assert logging.makeLogRecord({"name": "other", "msg": "%d rows", "args": (3,)}).getMessage() == "3 rows"

@@ -90,10 +90,8 @@ GET = {"view": "/api/state", "serve-tools": "/v1/ping", "serve": "/v1/models"}
 
 def test_another_site_and_a_form_reach_no_server(name, port):
     """Which pages and bodies are refused, `test_the_check_by_hand` says; here each server asks it before it answers."""
-    evil, same_origin = (
-        {"Origin": "https://evil.example"},
-        {"Origin": f"http://127.0.0.1:{port}", "Sec_Fetch_Site": "same-origin"},
-    )
+    evil = {"Origin": "https://evil.example"}
+    same_origin = {"Origin": f"http://127.0.0.1:{port}", "Sec_Fetch_Site": "same-origin"}
     other_port = {"Origin": f"http://127.0.0.1:{port + 1}", "Sec_Fetch_Site": "same-site"}
     rebound = {"Host": f"rebound.example:{port}", "Origin": f"http://rebound.example:{port}"}
     for headers, status in ((evil, 403), (other_port, 403), (rebound, 403), (same_origin, 200), ({}, 200)):
@@ -108,15 +106,6 @@ def test_another_site_and_a_form_reach_no_server(name, port):
     assert status == 415 and b"must be application/json" in content
     for more in ({"Content_Type": "Application/JSON; charset=utf-8"}, {}):
         assert ask(port, *POSTS[name], **more)[0] == 200
-
-
-def test_a_token_does_not_open_the_door_to_other_sites(tmp_path):
-    for server in POSTS:
-        with running(server, tmp_path, token="secret") as port:
-            right = {"Authorization": "Bearer secret", "Host": "proxy.example"}
-            assert ask(port, *POSTS[server], Content_Type="text/plain", **right)[0] == 200
-            assert ask(port, *POSTS[server], Host="proxy.example")[0] == 401
-            assert ask(port, *POSTS[server], Origin="https://evil.example", **right)[0] == 403
 
 
 def half_open(port, number, text=b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-Drip: "):
@@ -140,10 +129,15 @@ def test_half_open_connections_do_not_lock_others_out(name, tmp_path, token):
             link.close()
 
 
-@pytest.mark.parametrize("text", [b"", b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-Drip: "])
+HEAD = b"POST /run_code HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("text", [b"", HEAD + b"X-Drip: ", HEAD + b"Content-Length: 99\r\n\r\n"])
 def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, text):
+    if name not in POSTS and b"Length" in text:
+        return  # it takes none
     with running(name, tmp_path, request_s=1.0) as port:
-        (link,) = half_open(port, 1, text)
+        (link,) = half_open(port, 1, text.replace(b"/run_code", POSTS.get(name, ("/run_code",))[0].encode()))
         begun = time.monotonic()
         link.settimeout(0.05)
         while time.monotonic() - begun < 10:
@@ -156,17 +150,6 @@ def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, text):
             except ConnectionError:
                 break
         assert 0.5 < time.monotonic() - begun < 4
-
-
-@pytest.mark.parametrize("server", ["serve-tools", "serve"])
-def test_a_body_that_drips_ends_at_the_same_deadline(server, tmp_path):
-    with running(server, tmp_path, request_s=1.0) as port:
-        (link,) = half_open(
-            port, 1, f"POST {POSTS[server][0]} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n".encode()
-        )
-        link.settimeout(10)
-        begun = time.monotonic()
-        assert link.recv(1 << 12) == b"" and time.monotonic() - begun < 4
 
 
 @pytest.mark.parametrize("server", ["serve-tools", "serve"])
@@ -216,34 +199,28 @@ def test_places_by_hand():
         ({"host": "LOCALHOST:80", "origin": "http://localhost"}, "", None, None),
         ({"host": "[::1]:9", "origin": "http://[::1]:9"}, "", 9, None),
         ({"host": "localhost:9"}, "", 8, 403),
-        ({"host": "localhost"}, "", 8, 403),
         ({"host": "localhost,localhost"}, "", None, 403),
         ({"host": "localhost", "origin": "http://localhost.evil"}, "", None, 403),
         ({"host": "localhost", "origin": "null"}, "", None, 403),
         ({"host": "127.0.0.1:9", "origin": "http://localhost:9"}, "", 9, 403),
-        ({"host": "127.0.0.1:9", "origin": "http://127.0.0.1:8", "site": "same-site"}, "", 9, 403),
         ({"host": "127.0.0.1.evil.example:9"}, "", 9, 403),
         ({"host": "rebound.example:9", "origin": "http://rebound.example:9", "site": "same-origin"}, "", 9, 403),
         ({"host": "localhost", "origin": "file://localhost"}, "", None, 403),
-        ({"host": "localhost", "origin": "http://"}, "", None, 403),
         ({"host": "localhost", "site": "none"}, "", None, None),
         ({"host": "localhost", "site": "none,cross-site"}, "", None, 403),
         ({"host": "a.example", "origin": "https://a.example", "authorization": "Bearer t"}, "t", None, None),
         ({"host": "a.example", "authorization": "Bearer té"}, "t", None, 401),
+        ({"host": "a.example", "origin": "https://evil.example", "authorization": "Bearer t"}, "t", None, 403),
         ({"host": "localhost", "method": "PUT", "content_type": "text/plain"}, "", None, 415),
         ({"host": "localhost", "content_type": "application/problem+json"}, "", None, None),
         ({"host": "localhost", "content_type": "application/json,text/plain"}, "", None, 415),
         ({"host": "localhost", "content_type": "application/x-www-form-urlencoded"}, "", None, 415),
-        ({"host": "localhost", "content_type": "text/plain;x"}, "", None, 415),
         ({"host": "localhost", "method": "GET", "content_type": "text/plain"}, "", None, None),
     ],
 )
 def test_the_check_by_hand(head, token, port, status):
     answer = refusal(RequestHead(**{"method": "POST"} | head), token, "VARIABLE", port)
     assert (answer and answer[0]) == status
-
-
-def test_names_of_this_machine():
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9:1", "[::1]:80"]))
     assert not any(map(is_loopback, ["", "0.0.0.0", "example.org", "[::1", "127.0.0.1.evil", "localhost.evil:80"]))
 
@@ -254,3 +231,12 @@ def test_an_unknown_method_is_answered_without_a_traceback(name, port, method, c
     assert ask(port, GET[name])[0] == 200
     assert "Traceback" not in caplog.text + capfd.readouterr().err
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_token_does_not_open_the_door_to_other_sites(tmp_path):
+    for server in POSTS:
+        with running(server, tmp_path, token="secret") as port:
+            right = {"Authorization": "Bearer secret", "Host": "proxy.example"}
+            assert ask(port, *POSTS[server], Content_Type="text/plain", **right)[0] == 200
+            assert ask(port, *POSTS[server], Host="proxy.example")[0] == 401
+            assert ask(port, *POSTS[server], Origin="https://evil.example", **right)[0] == 403

@@ -18,19 +18,21 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from grpo_roc_jax.commands.chat import Dialogue, to_json
-from grpo_roc_jax.config import Config, derived
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.engine.engine import make_engine
 from grpo_roc_jax.learner import learner
 from grpo_roc_jax.method.compose import resample_group
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import groups_of, read_trace
 from grpo_roc_jax.run import components
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import Stopped, main, train
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -69,12 +71,8 @@ def numbers(run_dir):
 
 def params_hash(run_dir, step=None) -> str:
     """Digest of everything Orbax wrote for the newest checkpoint or that of a step, by value."""
-    from grpo_roc_jax.model.transformer import init_params
-    from grpo_roc_jax.run.components import resolve_model
-    from grpo_roc_jax.text.tokenizer import load_tokenizer
-
     config = config_in(run_dir)
-    model = resolve_model(config.model, load_tokenizer(config.text))
+    model = components.resolve_model(config.model, load_tokenizer(config.text))
     like = jax.eval_shape(lambda: init_params(jax.random.key(0), model))
     _, params = restore_params(Path(run_dir) / "checkpoints", like, step=step)
     digest = hashlib.sha256()
@@ -128,19 +126,13 @@ def full_run(tmp_path_factory):
     return run_dir, summary
 
 
-def test_summary_says_what_the_issue_names(full_run):
-    run_dir, summary = full_run
-    required = {"accuracy_before", "accuracy_after", "tool_error_in_correct", "reward_last_10", "max_logprob_gap"}
-    required |= {"compilations_after_first_step", "seconds", "versions", "device", "seed"}
-    assert required <= summary.keys()
-    assert json.loads((run_dir / "summary.json").read_text()) == json.loads(json.dumps(summary))
-    assert summary["steps"] == 4
-
-
 def test_sampler_and_trainer_agree_and_nothing_compiles_after_the_first_step(full_run):
-    _, summary = full_run
+    run_dir, summary = full_run
     assert 0 <= summary["max_logprob_gap"] < 1e-5
-    assert summary["compilations_after_first_step"] == 0
+    assert summary["compilations_after_first_step"] == 0 and summary["steps"] == 4
+    required = {"accuracy_before", "accuracy_after", "tool_error_in_correct", "reward_last_10", "seconds", "versions"}
+    assert required | {"device", "seed"} <= summary.keys()
+    assert json.loads((run_dir / "summary.json").read_text()) == json.loads(json.dumps(summary))
 
 
 @pytest.mark.parametrize("stopped_after", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
@@ -167,20 +159,6 @@ def test_a_run_that_replays_experts_resumes_as_if_it_had_not_stopped(tmp_path):
 
 
 @pytest.mark.slow
-def test_moments_that_rest_with_the_host_change_nothing(full_run, tmp_path):
-    """Two steps and, from their checkpoint, two more, against four with the moments on the device."""
-    run_dir, resting = tmp_path / "run", "--optim.offload=True"
-    train(config_in(run_dir, resting, "--steps=2"))
-    summary = train(config_in(run_dir, resting, "--resume=auto"))
-    assert summary["compilations_after_first_step"] == 0
-    rows = without_evaluation(numbers(run_dir))
-    moved = [[row.pop(f"offload/to_{target}_bytes", 0.0) for target in ("device", "host")] for row in rows]
-    assert all(there == back > 0 for there, back in moved if there or back) and sum(map(any, moved)) == 4
-    assert rows == without_evaluation(numbers(full_run[0]))
-    assert params_hash(run_dir) == params_hash(full_run[0])
-
-
-@pytest.mark.slow
 def test_devices_that_share_rows_take_the_same_first_step(full_run, tmp_path):
     """Slots over eight devices, rows of the update over four pairs; what follows differs by Adam's rounding."""
     summary = train(config_in(tmp_path / "run", "--sharding.sequence=2", "--sharding.fsdp=2", "--steps=2"))
@@ -190,22 +168,6 @@ def test_devices_that_share_rows_take_the_same_first_step(full_run, tmp_path):
     assert len(names) > 20
     for name in names:
         assert ours[name] == pytest.approx(theirs[name], abs=1e-5, nan_ok=True), name
-
-
-RECURRENT = """
---model.layers=2 --model.kv_heads=2 --model.windows=gated_delta --model.windows.every=2 --model.windows.key_heads=2
---model.windows.value_heads=4 --model.windows.key_dim=6 --model.windows.value_dim=8
---model.extras=some --model.extras.rotary_share=0.5
-""".split()  # noqa: SIM905
-
-
-@pytest.mark.slow
-def test_a_model_with_recurrent_layers_trains(tmp_path):
-    """Rollouts, packed rows and the update over a mesh; what was sampled is what is trained on."""
-    summary = train(config_in(tmp_path, *RECURRENT, "--sharding.fsdp=2", "--steps=2"))
-    assert 0 <= summary["max_logprob_gap"] < 1e-4 and summary["compilations_after_first_step"] == 0
-    rows = [row for row in numbers(tmp_path) if "loss/value" in row]
-    assert len(rows) == 2 and all(row["update/skipped"] == 0 and row["update/grad_norm"] > 0 for row in rows)
 
 
 def test_trace_recomputes_selection_and_advantages(full_run):
@@ -234,29 +196,18 @@ def test_trace_recomputes_selection_and_advantages(full_run):
 
 
 def test_refill_fills_the_batch(tmp_path):
-    rare_rewards = ["--reward.functions", "tests.test_train:rare"]
-    train(
-        config_in(
-            tmp_path / "a",
-            "--steps=2",
-            "--group.dynamic_sampling_rounds=12",
-            "--resample.min_positive=0",
-            *rare_rewards,
-        )
-    )
-    rows = [row for row in read_metrics(tmp_path / "a") if row["step"] > 0]
+    words = ["--steps=2", "--group.dynamic_sampling_rounds=12", "--resample.min_positive=0"]
+    train(config_in(tmp_path, *words, "--reward.functions", "tests.test_train:rare"))
+    rows = [row for row in read_metrics(tmp_path) if row["step"] > 0]
     # What one step's rounds give beyond two groups waits in the buffer for the next step.
     assert all(total >= 2 * (i + 1) for i, total in enumerate(np.cumsum([row["roc/groups_kept"] for row in rows])))
     assert max(row["roc/groups"] for row in rows) > 2
 
 
 def test_no_signal_ends_with_its_status(tmp_path):
-    def nothing(problem, trajectories):
-        return [0.0] * len(trajectories)
-
-    config = config_in(tmp_path / "run", "--limits.empty_steps=2")
+    nothing = {"tests.test_train:even": lambda problem, trajectories: [0.0] * len(trajectories)}
     with pytest.raises(Stopped, match="no learning signal: 2 steps") as stop:
-        train(config, functions={"tests.test_train:even": nothing})
+        train(config_in(tmp_path / "run", "--limits.empty_steps=2"), functions=nothing)
     assert stop.value.status == 3
 
 
@@ -301,24 +252,15 @@ def test_arguments_of_another_type_are_refused(arguments, message):
         train(**({"config": Config()} | arguments))
 
 
-def test_derived_numbers_in_words():
-    config = load_config(Config, ["--group.problems=8", "--group.size=16"], prog="test")
-    assert derived(config)[0].startswith("8 problems x 32 sampled -> 16 kept = 128 trajectories a step, 1 update")
-
-
-@pytest.mark.parametrize("words", [["--dry-run", "full"], ["--dry-run=full"]])
-def test_dry_run_prints_the_resolved_configuration(words, capsys):
+@pytest.mark.parametrize("words", [["--dry-run", "full"], ["--dry-run=full"], ["--dry-run"]])
+def test_a_dry_run_ends_with_the_lines_that_matter(words, capsys):
+    """After the resolved configuration, if that is asked for."""
     assert main(["toy.yaml", *words, "--seed=7"]) == 0
     printed = capsys.readouterr().out
-    assert "seed: 7" in printed
-    assert "sampled -> 16 kept" in printed
-
-
-def test_a_dry_run_ends_with_the_lines_that_matter(capsys):
-    assert main(["toy.yaml", "--dry-run", "--seed=7"]) == 0
-    data, matters = capsys.readouterr().out.split("\n\n")
-    assert "seed: 7" not in data + matters and "prompts of 12 to 17 tokens" in data
+    assert ("seed: 7" in printed) is ("full" in words[-1])
+    data, matters = printed.split("\n\n")[-2:]
     lines = matters.splitlines()
+    assert "prompts of 12 to 17 tokens" in data
     assert len(lines) <= 10 and lines[0].startswith("8 problems x 32 sampled -> 16 kept")
     assert "together" in lines[-2] and lines[-1] == "no problem was found"
 
@@ -395,6 +337,36 @@ def test_the_toy_learns_and_answers_ten_questions_in_one_dialogue(tmp_path):
         answers = [to_json(question, dialogue.ask(question))["answer"] for question, _ in questions]
     assert answers[0] == questions[0][1]
     assert sum(answer == right for answer, (_, right) in zip(answers, questions, strict=True)) >= 9
+
+
+@pytest.mark.slow
+def test_moments_that_rest_with_the_host_change_nothing(full_run, tmp_path):
+    """Two steps and, from their checkpoint, two more, against four with the moments on the device."""
+    run_dir, resting = tmp_path / "run", "--optim.offload=True"
+    train(config_in(run_dir, resting, "--steps=2"))
+    summary = train(config_in(run_dir, resting, "--resume=auto"))
+    assert summary["compilations_after_first_step"] == 0
+    rows = without_evaluation(numbers(run_dir))
+    moved = [[row.pop(f"offload/to_{target}_bytes", 0.0) for target in ("device", "host")] for row in rows]
+    assert all(there == back > 0 for there, back in moved if there or back) and sum(map(any, moved)) == 4
+    assert rows == without_evaluation(numbers(full_run[0]))
+    assert params_hash(run_dir) == params_hash(full_run[0])
+
+
+RECURRENT = """
+--model.layers=2 --model.kv_heads=2 --model.windows=gated_delta --model.windows.every=2 --model.windows.key_heads=2
+--model.windows.value_heads=4 --model.windows.key_dim=6 --model.windows.value_dim=8
+--model.extras=some --model.extras.rotary_share=0.5
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.slow
+def test_a_model_with_recurrent_layers_trains(tmp_path):
+    """Rollouts, packed rows and the update over a mesh; what was sampled is what is trained on."""
+    summary = train(config_in(tmp_path, *RECURRENT, "--sharding.fsdp=2", "--steps=2"))
+    assert 0 <= summary["max_logprob_gap"] < 1e-4 and summary["compilations_after_first_step"] == 0
+    rows = [row for row in numbers(tmp_path) if "loss/value" in row]
+    assert len(rows) == 2 and all(row["update/skipped"] == 0 and row["update/grad_norm"] > 0 for row in rows)
 
 
 def reference_and_params(run_dir, step):

@@ -1,7 +1,7 @@
 """Values made by hand: lists are read as arrays, and what no stage could use is refused where it is made."""
 
-import dataclasses
 import pickle
+from dataclasses import replace as changed
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,10 +15,6 @@ from grpo_roc_jax.types import ARRAYS, TRAIN_ROW_FIELDS, Group, Problem, ToolRes
 TRAJECTORY = Trajectory([7, 8, 9], [False, True, True], [0, -0.5, -1], [-1, 3, 3], 1, (), "answer", 0)
 ROW = TrainRow([7, 8, 9], [0, 1, 1], [0, -0.5, -1], [0, 1, 1], [0, 0.5, 0.5], [0, 0, 0], [0.0] * 3)
 VERDICT = Verdict(1.0, "correct", "1", 1, 0, 1, True, 1)
-
-
-def changed(value, **fields):
-    return dataclasses.replace(value, **fields)
 
 
 def paid(turn_rewards, turns=2):
@@ -43,25 +39,16 @@ def test_lists_and_arrays_of_other_types_become_arrays_of_the_declared_types():
     assert changed(ROW, tokens=np.array([7, 8, 9], ml_dtypes.bfloat16)).tokens.tolist() == [7, 8, 9]
 
 
-@pytest.mark.parametrize("reward", [1, True, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.5)])
-def test_every_finite_number_is_a_reward(reward):
-    assert changed(VERDICT, reward=reward).reward == reward
-
-
-def test_off_the_mask_nothing_is_read():
+def test_every_finite_number_is_a_reward_every_whole_one_a_count_and_off_the_mask_nothing_is_read():
+    for reward in (1, True, 0.5, np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.5)):
+        assert changed(VERDICT, reward=reward).reward == reward
+    for count in (1, np.int64(1), np.array(1), jnp.int32(1)):
+        assert changed(TRAJECTORY, prompt_length=count, parts=np.array([1, 2])).prompt_length == 1
+    for turn_rewards in ((), [0.5, 0.5], np.array([0.5, 0.5])):
+        assert paid(turn_rewards).verdicts[0].turn_rewards == tuple(turn_rewards)
     assert changed(ROW, weights=[-1, 0, 1]).weights[0] == -1
     scoring = changed(ROW, policy_mask=[True] * 3, weights=[0] * 3)
     assert scoring.policy_mask.all(), "a row that is only scored trains no first token"
-
-
-@pytest.mark.parametrize("count", [1, np.int64(1), np.array(1), jnp.int32(1)])
-def test_every_whole_number_is_a_count(count):
-    assert changed(TRAJECTORY, prompt_length=count, parts=np.array([1, 2])).prompt_length == 1
-
-
-@pytest.mark.parametrize("turn_rewards", [(), [0.5, 0.5], np.array([0.5, 0.5])])
-def test_rewards_by_turn_are_one_for_each_turn(turn_rewards):
-    assert paid(turn_rewards).verdicts[0].turn_rewards == tuple(turn_rewards)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +62,7 @@ def test_rewards_by_turn_are_one_for_each_turn(turn_rewards):
         (lambda: ToolResult("error"), "ToolResult.kind = 'error'; must be one of ok, exception"),
         (lambda: RunOptions(0, "eval"), "RunOptions.purpose = 'eval'; must be one of train, evaluate, chat"),
         (lambda: Problem("p", "?", "1", "mine", None), "Problem.extra is None .* must be a mapping, such as"),
-        (
-            lambda: changed(TRAJECTORY, logprobs=np.zeros(3, "V4")),
-            "(?s)logprobs is array.*; must be .* of float32",
-        ),
+        (lambda: changed(TRAJECTORY, logprobs=np.zeros(3, "V4")), "(?s)logprobs is array.*; must be .* of float32"),
         (lambda: changed(TRAJECTORY, tokens=[[7, 8, 9]]), r"Trajectory.tokens is of shape \(1, 3\); must be an array"),
         (lambda: changed(TRAJECTORY, routes=np.zeros(3, int)), "Trajectory.routes is .* of int16 with 3 axes"),
         (lambda: changed(TRAJECTORY, policy_mask=[True]), "a Trajectory got lengths .*'policy_mask': 1"),

@@ -1,7 +1,6 @@
 """The core works without `contrib/`: in a copy of the package that lacks the folder, everything that does not name an
 adapter or a further method does what it does here."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from grpo_roc_jax.settings.cli import CONFIG_DIR, CONTRIB_METHODS
-from tests.test_train import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,14 +64,6 @@ def test_every_module_is_imported_and_every_recipe_of_the_core_read(core):
     assert "unknown kind 'mad'" in message
     assert set(names.split()) == {path.stem for path in (CONFIG_DIR / "methods").glob("*.yaml")}
     assert not set(names.split()) & {path.stem for path in CONTRIB_METHODS.glob("*.yaml")}
-
-
-@pytest.mark.slow
-def test_the_toy_trains(core, tmp_path):
-    words = [*TINY, "--steps=1", "--data.eval_problems=0", f"--run_dir={tmp_path / 'run'}"]
-    run_in(core, "-m", "grpo_roc_jax.train", *words)
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 1 and last["rollout/sampled_tokens"] > 0
 
 
 ROOMS = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0].isalpha())

@@ -24,37 +24,18 @@ SVAMP = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "expression"),
-    [("* 9 56", "9*56"), ("- 250 * 15 8", "250-(15*8)"), ("/ + 1.50 2 3.0", "(1.5+2)/3"), ("7.0", "7")],
-)
-def test_prefix_becomes_infix(words, expression):
-    assert bare(infix(iter(words.split()))) == expression
+def test_prefix_becomes_infix_and_only_brackets_that_enclose_all_of_it_are_left_out():
+    prefix = {"* 9 56": "9*56", "- 250 * 15 8": "250-(15*8)", "/ + 1.50 2 3.0": "(1.5+2)/3", "7.0": "7"}
+    assert {words: bare(infix(iter(words.split()))) for words in prefix} == prefix
+    whole = {"( 4.0 - 3.0 )": "4-3", "(3.0+4.0)*(2.0-1.0)": "(3+4)*(2-1)", "((1.0+2.0)*3.0)": "(1+2)*3"}
+    whole |= {"(1,000.0+2.0": "(1000+2", "12345678901+1": "12345678901+1"}
+    assert {words: bare(words) for words in whole} == whole
 
 
-@pytest.mark.parametrize(
-    ("expression", "plain_one"),
-    [
-        ("( 4.0 - 3.0 )", "4-3"),
-        ("(3.0+4.0)*(2.0-1.0)", "(3+4)*(2-1)"),
-        ("((1.0+2.0)*3.0)", "(1+2)*3"),
-        ("(1,000.0+2.0", "(1000+2"),
-        ("12345678901+1", "12345678901+1"),
-    ],
-)
-def test_only_brackets_that_enclose_all_of_it_are_left_out(expression, plain_one):
-    assert bare(expression) == plain_one
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *(("56.0", "56"), ("1,000", "1000"), ("12345678901", "12345678901"), (12345678901.5, "12345678901.5")),
-        *((-0.0, "0"), ("-0.0", "0"), (0.1 + 0.2, "0.3"), ("0.16666666666666666", "0.1666666667"), (1e-5, "0.00001")),
-    ],
-)
-def test_numbers_are_written_in_digits(value, text):
-    assert plain(value) == text
+def test_numbers_are_written_in_digits():
+    texts = {"56.0": "56", "1,000": "1000", "12345678901": "12345678901", 12345678901.5: "12345678901.5", -0.0: "0"}
+    texts |= {"-0.0": "0", 0.1 + 0.2: "0.3", "0.16666666666666666": "0.1666666667", 1e-5: "0.00001"}
+    assert {value: plain(value) for value in texts} == texts
 
 
 HEAD, *LINES = TABLE.splitlines()
@@ -66,10 +47,8 @@ HEAD, *LINES = TABLE.splitlines()
         ("t.csv", [HEAD, LINES[0], LINES[0].replace("number0 number1,", "number0 number7,")], "row 2: number7 has no"),
         ("t.csv", [HEAD, "What is number0 ?,1.0,+ number0,1.0"], "row 1: the equation lacks an operand"),
         ("t.csv", [HEAD, "What is number0 ?,one,number0,1.0"], "row 1: could not convert string to float: 'one'"),
-        ("t.csv", [HEAD, "What ?"], "row 1: "),
         ("t.csv", ["Question,Answer", "What ?,1"], "row 1: no column 'Numbers'"),
         ("t.json", ['[{"Body": "Ann"}]'], "row 1: no column 'Question'"),
-        ("t.json", ["[5]"], "row 1: "),
         ("t.jsonl", ["", "{"], "row 2: invalid JSON"),
     ],
 )
@@ -78,13 +57,6 @@ def test_a_row_of_another_form_is_named(name, content, message, tmp_path, capsys
     words = ["--train", str(tmp_path / name), "--out", str(tmp_path / "out")]
     assert build_words.main([*words, "--vocab_size", "0"]) == 2
     assert f"no problems can be read: {tmp_path / name}, {message}" in capsys.readouterr().err
-
-
-def test_variants_whose_numbers_have_commas_fall_on_one_side(tmp_path):
-    questions = (f"Ann had {number} pens, and lost 3?" for number in ("7", "1,000", "12,345,678.5"))
-    rows = [{"question": question, "answer": "#### 1"} for question in questions]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert {text for text, _ in read_problems(tmp_path / "a.jsonl")} == {"Ann had  pens, and lost ?"}
 
 
 def test_rows_become_problems_with_one_annotation(tmp_path):
@@ -138,13 +110,10 @@ def test_no_file_is_written_over_another(tmp_path, capsys):
 
 def test_the_files_are_what_the_recipe_reads(tmp_path, monkeypatch, capsys):
     """With the real executor; 40 variants of the text, so that some are held out. One is in the test file as well."""
-    head, *rows = TABLE.splitlines()
-    names = [
-        f"{a}{b}" for a in ("Ann", "Bob", "Cid", "Dan") for b in ("a", "e", "i", "o", "u", "y", "an", "in", "on", "en")
-    ]
-    lines = [head, *(rows[0].replace("Bryan", name) for name in names)]
+    names = [f"{a}{b}" for a in ("Ann", "Bob", "Cid", "Dan") for b in "a e i o u y an in on en".split()]  # noqa: SIM905
+    lines = [HEAD, *(LINES[0].replace("Bryan", name) for name in names)]
     (tmp_path / "t.csv").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")  # as spreadsheets write it
-    plain_text = build_words.PLACE.sub("", rows[0].split('"')[1])
+    plain_text = build_words.PLACE.sub("", LINES[0].split('"')[1])
     tested = next(name for name in names if not build_words.is_held_out(plain_text.replace("Bryan", name)))
     body = f"{tested} has 56 books on each of 9 shelves."
     same = {"Body": body, "Question": "How many books?", "Equation": "( 56.0 * 9.0 )", "Answer": 504.0}
