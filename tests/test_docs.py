@@ -69,8 +69,9 @@ def script(name: str):
 
 
 @with_contrib
-def test_every_test_file_that_ci_or_a_page_names_exists():
-    texts = [path.read_text(encoding="utf-8") for path in (*sorted((ROOT / ".ci").iterdir()), *PAGES)]
+def test_every_test_file_that_ci_a_page_or_a_module_names_exists():
+    modules = (ROOT / "grpo_roc_jax").rglob("*.py")
+    texts = [path.read_text(encoding="utf-8") for path in (*sorted((ROOT / ".ci").iterdir()), *PAGES, *modules)]
     names = sorted({name for text in texts for name in re.findall(r"\btests/[\w/]+\.py\b", text)})
     assert len(names) > 20 and [name for name in names if not (ROOT / name).is_file()] == []
 

@@ -2,7 +2,7 @@
 
 Training computes the same from parts that other methods exchange: `method.roc` (selection), `method.advantage`,
 `method.weights` (what a token counts), `method.surrogate` (the clipped loss) and `learner.loss` (log-probabilities of
-packed rows). `tests/method/test_reference_loss.py` holds the two together.
+packed rows). `tests/method/test_compose.py` holds the two together.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 They maximize J(s) of a group's scores s. Their gradient is that of sum_i c_i s_i with c = dJ/ds held fixed, so a
 scoring pass right before the update turns them into advantages of a loss that is linear in the score, and the loss
-keeps its one form. `tests/contrib/methods/test_score_based.py` compares every c with finite differences.
+keeps its one form. `tests/contrib/methods/test_advantage.py` compares every c with finite differences.
 """
 
 from typing import ClassVar
