@@ -54,6 +54,7 @@ def test_a_note_names_the_kind_that_has_the_setting(row):
     [
         ("--learning-rate 1e-4", "did you mean 'optim.lr'?"),
         ("--rollout.n 8", "did you mean 'group.size' ("),
+        ("--sampling.temp 1", "did you mean 'sampling.temperature'?"),
         ("--loss_type dr_grpo", "dr_grpo is a recipe: `grpo-roc train methods/dr_grpo.yaml`"),
         ("--loss_type sigmoid", "a method is a recipe here: configs/methods/NAME.yaml"),
         ("--advantage dapo", "dapo is a recipe: `grpo-roc train methods/dapo.yaml`"),

@@ -17,7 +17,7 @@ from grpo_roc_jax.settings.cli import ConfigError, flatten
 from grpo_roc_jax.settings.layers import known_keys
 from grpo_roc_jax.settings.options import Axis, adapter
 from tests.helpers import knobs_device, knobs_host, knobs_step, knobs_tools
-from tests.helpers.knobs import Case, observation, related, table
+from tests.helpers.knobs import Case, made, observation, related, table
 
 KEYS = [key for key in known_keys(Config) if not key.endswith(".kind")]
 SEEN = (*knobs_step.SEEN, *knobs_host.SEEN, *knobs_device.SEEN, *knobs_tools.SEEN)
@@ -94,6 +94,20 @@ def test_a_case_changes_its_setting_and_no_other():
             differs = {name for name in without | changed if without.get(name) != changed.get(name)}
             assert all(any(related(name, setting) for setting in named) for name in differs), key
             assert all(any(related(name, setting) for name in differs) for setting in named), key
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage": "channels", "shaping": ["overlong"]}, "as they come"),
+        ({"text.eos_token": "</s>"}, "eos_token"),
+        ({"text.history": "refuse"}, "history"),
+    ],
+)
+def test_what_would_not_be_read_is_refused(settings, message):
+    """Combinations in which one of two settings that were asked for could not matter."""
+    with pytest.raises(ValueError, match=message):
+        made(settings)
 
 
 def test_an_observer_that_sees_nothing_would_be_found():

@@ -85,5 +85,5 @@ def test_no_test_of_the_core_needs_contrib():
     recipes = "|".join(path.stem for path in CONTRIB_METHODS.glob("*.yaml")) or "(?!)"  # without the folder: none
     needs = re.compile(rf"^(?:from|import) (?:grpo_roc_jax|tests)\.contrib\b|methods/(?:{recipes})\b", re.MULTILINE)
     paths = [path for path in (ROOT / "tests").rglob("*.py") if "contrib" not in path.relative_to(ROOT).parts]
-    assert len(paths) > 200
+    assert len(paths) > 150
     assert not [str(path.relative_to(ROOT)) for path in paths if needs.search(path.read_text(encoding="utf-8"))]

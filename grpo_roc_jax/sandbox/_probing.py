@@ -112,6 +112,9 @@ def in_child(test) -> tuple[bool, str]:
         status = 1
         try:
             os.setsid()
+            # Programs may have few descriptors, and none of this process's.
+            os.closerange(3, write_end)
+            os.closerange(write_end + 1, os.sysconf("SC_OPEN_MAX"))
             detail = test()
             status = 0
         except BaseException as error:

@@ -26,7 +26,7 @@ import pytest
 from grpo_roc_jax.engine.protocol import Finish, RolloutStats, RunOptions, Wait
 from grpo_roc_jax.environments import connection
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
-from grpo_roc_jax.environments.environment import Environment, Observation, classes_of, method_tools
+from grpo_roc_jax.environments.environment import Environment, Observation, accepted, classes_of, method_tools
 from grpo_roc_jax.environments.episode import (
     MOST_TEXT,
     THREADS,
@@ -302,6 +302,7 @@ def test_calls_of_the_executor_and_of_the_environment_share_a_turn_in_order(chat
 
 def test_the_last_turn_is_played_a_cut_one_is_not_and_a_prompt_that_is_too_long_is_no_fault_of_the_policy(chat, worlds):
     play = Play(chat, worlds("Counter"), max_turns=1, extra={"start": 3})
+    assert accepted(lambda start, board=(): 0, {"prompt": "p", "start": 3}) == {"start": 3}
     assert play.say(ADD) == "turns"
     assert play.end()[0].reward == 1.0
     for reason in ("length", "turn_length"):

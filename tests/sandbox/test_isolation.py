@@ -168,6 +168,11 @@ def test_the_verdict_about_landlock_says_what_the_filter_does_and_a_contained_pr
     filled.write_pid(1234)
     assert [outcome(filled.program, 62, pid, 9) for pid in (1234, 1235, MARK)] == ["allow", "errno 1", "errno 1"]
     assert outcome(filled.program, 302, 1234) == "allow", "it may signal itself and no other"
+    available = _probing.probe_host().available
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+    assert _probing.probe_host().available == available, "programs may have fewer files open than this process"
+    for descriptor in descriptors:
+        os.close(descriptor)
     layers, denied = under("", CONTAINED).splitlines()
     assert layers.split()[:2] == ["limits", "seccomp"] and denied == "Operation not permitted"
 
