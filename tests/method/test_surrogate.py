@@ -330,3 +330,12 @@ def test_the_entropy_bonus():
         assert without.loss - rewarded.loss == pytest.approx(0.01 * 2.0, abs=1e-6) and "marked" not in without.sums
         np.testing.assert_array_equal(np.concatenate(rewarded.slopes), np.concatenate(without.slopes))
         assert not np.concatenate(without.by_entropy).any()
+
+
+@pytest.mark.parametrize("kind", ["clip", "capped_clip", "cispo"])
+def test_what_the_ratio_is_taken_against(kind):
+    """(a scoring pass, the log-probabilities of the update itself)"""
+    choices = {"recorded": (False, False), "scored": (True, False), "current": (False, True)}
+    for choice, expected in choices.items():
+        surrogate = made(kind, old_logprobs=choice)
+        assert (surrogate.scored_ratio, surrogate.own_ratio) == expected
