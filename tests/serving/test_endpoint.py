@@ -254,6 +254,7 @@ def test_serving_reads_only_what_serving_needs(tmp_path, monkeypatch, stage):
 @pytest.mark.slow
 def test_the_command_serves_a_run_and_follows_it(tmp_path):
     """Another process serves the checkpoint of step 1, then that of step 2 as soon as it is written."""
+    short = [{"role": "user", "content": "1+1"}]
     words = [*TINY, f"--run_dir={tmp_path}", "--checkpoint.every=1", "--resume=auto"]
     g.train_policy(g.read_config("toy.yaml", *words, "--steps=1"))
     command = [sys.executable, "-m", "grpo_roc_jax", "serve", str(tmp_path), "--port=0", "--follow-s=0.1"]
@@ -261,10 +262,10 @@ def test_the_command_serves_a_run_and_follows_it(tmp_path):
         try:
             url = program.stdout.readline().strip()
             served = Served(None, int(re.fullmatch(r"http://127.0.0.1:(\d+)/v1", url)[1]))
-            assert served.chat(HELLO, max_tokens=4)["policy_version"] == 1
+            assert served.chat(short, max_tokens=4)["policy_version"] == 1
             g.train_policy(g.read_config("toy.yaml", *words, "--steps=2"))
             wait_for(lambda: served.ask("/v1/models")[1]["data"][0]["policy_version"] == 2)
-            assert served.chat(HELLO, max_tokens=4)["policy_version"] == 2
+            assert served.chat(short, max_tokens=4)["policy_version"] == 2
         finally:
             program.terminate()
         assert program.wait(20) == 0
