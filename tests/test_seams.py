@@ -9,7 +9,7 @@ TESTS = Path(__file__).resolve().parent
 PACKAGE = "grpo_roc_jax"
 PRIVATE_USES = 0
 """Uses of private attributes of the package in tests."""
-PATCHES = 48
+PATCHES = 45
 """Attributes of modules and classes of the package that tests replace."""
 MODULES = {path.stem for path in (TESTS.parent / PACKAGE).rglob("_*.py")}
 """Modules of the sandbox's children have such names by design."""
