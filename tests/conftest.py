@@ -96,18 +96,18 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Sorts the tests, and marks those that docs/faults.md names; TESTS_PART=0/8 marks those of an eighth of it.
+    """Sorts the tests, and marks those that docs/faults.md names; TESTS_PART=0/8 marks an eighth of them.
 
     With TESTS_SLICE=3/32 some thirty-second of the slow tests is left, the same one whatever else is collected.
     """
     if part := os.environ.get("TESTS_SLICE"):
         items[:] = [item for item in items if not item.get_closest_marker("slow") or in_slice(item.nodeid, part)]
     items.sort(key=lambda item: (PLACES.get(item.path, len(PLACES)), item.path))
-    named = {pair for row in part_of(fault_rows()) for pair in NAMED_TEST.findall(row)}
-    for item in items:
-        name = getattr(item, "originalname", item.name)
-        if item.path.is_relative_to(HERE) and (item.path.relative_to(HERE).as_posix(), name) in named:
-            item.add_marker(pytest.mark.faults)
+    named = {(HERE / file, name) for row in fault_rows() for file, name in NAMED_TEST.findall(row)}
+    faults = [item for item in items if (item.path, getattr(item, "originalname", item.name)) in named]
+    faults.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that each part has some slow ones
+    for item in part_of(faults):
+        item.add_marker(pytest.mark.faults)
 
 
 def pytest_collection_finish():

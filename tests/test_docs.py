@@ -4,7 +4,10 @@ import ast
 import builtins
 import importlib.util
 import json
+import os
 import re
+import shlex
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -221,6 +224,16 @@ def test_the_table_has_every_fault_and_a_rotation_covers_it():
     names = [row.split("|")[1].strip() for row in rows]
     assert names == [f"F{i}" for i in range(1, 49)] + [f"A{i}" for i in range(1, 10)]
     assert sorted(row for part in range(4) for row in part_of(rows, f"{part}/4")) == sorted(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 7, 15])
+def test_every_part_of_the_slow_tests_of_faults_has_some(part):
+    """Else pytest ends CI with exit status 5."""
+    command = re.search(r"pytest (-m \"faults and slow\".*)", (ROOT / ".ci/run").read_text(encoding="utf-8"))
+    args = [sys.executable, "-m", "pytest", "--collect-only", "-n0", *shlex.split(command[1])]
+    run = subprocess.run(args, env={**os.environ, "TESTS_PART": f"{part}/16"}, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
 
 
 def test_every_point_is_in_the_code_and_in_the_list():
