@@ -29,6 +29,7 @@ import jax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.helpers.contrib import HAS_CONTRIB
 from tests.helpers.parts import in_slice, part_of
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -39,6 +40,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 HERE = Path(__file__).resolve().parent
+collect_ignore = [] if HAS_CONTRIB else ["contrib"]  # whose tests go with it
 FIRST = """
 test_train model/test_families engine/test_engine serving/test_agents test_knob_effects sandbox/test_faults
 serving/tinker_api/test_tinker_endpoint learner/test_update

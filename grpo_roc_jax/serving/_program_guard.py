@@ -1,13 +1,30 @@
-"""Kills programs that have lost the process that started them: `python _program_guard.py`.
+"""Kills programs that have lost the process that started them: `python _program_guard.py NAME=MARK`.
 
 Standard input has the line `+PID` when a program begins, which leads a process group, and `-PID` when it has ended.
-Once standard input is closed, as it is when the process at its other end is killed, the groups that run are killed.
+Once standard input is closed, as it is when the process at its other end is killed, the groups that run are killed,
+and every process with that environment variable: a program may have begun in the moment before its line was written.
 """
 
 import contextlib
 import os
 import signal
 import sys
+import time
+
+AGAIN_S = 0.2
+"""Seconds in which a process that has been forked takes its environment."""
+
+
+def marked(mark: bytes) -> list[int]:
+    """Processes whose environment has that entry; none where there is no `/proc`."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+    matches = []
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:  # of others, or gone
+            if mark in file.read().split(b"\0"):
+                matches.append(pid)
+    return matches
+
 
 running = set()
 for line in sys.stdin:
@@ -15,3 +32,8 @@ for line in sys.stdin:
 for pid in running:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+for wait in (0.0, AGAIN_S):
+    time.sleep(wait)
+    for pid in marked(os.fsencode(sys.argv[1])):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

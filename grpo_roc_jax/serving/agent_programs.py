@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shlex
 import signal
 import socket
@@ -25,6 +26,8 @@ from grpo_roc_jax.serving.agent_ends import MOST_PAY_BYTES, AgentCall, Pay, Prog
 log = logging.getLogger(__name__)
 REWARD_VARIABLE = "GRPO_REWARD_FD"
 """Environment variable with the number of the descriptor that a program writes its reward to."""
+GUARD_VARIABLE = "GRPO_PROGRAM_GUARD"
+"""Environment variable by which the guard knows a program that was started in the moment in which this process died."""
 PRINTED = 1 << 16
 """Bytes kept of what a program has printed."""
 FLOOD_S = 0.01
@@ -102,9 +105,12 @@ class ProgramAgent:
                 return program, (os.fdopen(out[0], "rb"), os.fdopen(errors[0], "rb"))
             os.close(out[0])
             os.close(errors[0])
+        with self._mutex:
+            if self._guard is None:
+                self._guard = ProgramGuard()
         started = subprocess.Popen(
             words,
-            env={**environment, REWARD_VARIABLE: str(pay)},
+            env={**environment, REWARD_VARIABLE: str(pay), GUARD_VARIABLE: self._guard.mark},
             start_new_session=True,
             pass_fds=[pay],
             stdin=row,
@@ -112,9 +118,6 @@ class ProgramAgent:
             stderr=subprocess.PIPE,
         )
         assert started.stdout is not None and started.stderr is not None
-        with self._mutex:
-            if self._guard is None:
-                self._guard = ProgramGuard()
         self._guard.begun(started.pid)
         return started, (started.stdout, started.stderr)
 
@@ -167,7 +170,8 @@ class ProgramGuard:
     started here; see `_program_guard.py`. Forked programs end with their fork server. Thread-safe."""
 
     def __init__(self) -> None:
-        words = [sys.executable, "-S", str(GUARD)]
+        self.mark = secrets.token_hex(8)
+        words = [sys.executable, "-S", str(GUARD), f"{GUARD_VARIABLE}={self.mark}"]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
     def begun(self, pid: int) -> None:
