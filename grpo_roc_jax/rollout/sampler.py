@@ -308,6 +308,8 @@ class _Row:
     results: list[ToolResult | None] = field(default_factory=list)
     closed: bool = False
     """Whether the last turn ended with the end-of-turn token, so that its observation must not add one."""
+    stop: StopReason = "length"
+    """How the last turn ends the rollout if it makes no call and gets no answer."""
 
     @property
     def session(self) -> str:
@@ -350,17 +352,37 @@ class ToolEnvironment:
         """
         row = self._rows[index]
         parsed = self._parse(row, turn)
-        if turn.reason == "length":
-            return self._finish(row, "length")
-        if not parsed.calls:
-            return self._finish(row, ENDS.get(parsed.ended_by, "length"))
-        if len(row.turns) >= self._max_turns:
-            return self._finish(row, "turns")
-        row.results = [None] * len(parsed.calls)
+        if (stop := self._stop_after(row, turn, parsed)) is not None:
+            return self._finish(row, stop)
+        self._begin_answer(index)
+        row.results, number = [None] * len(parsed.calls), len(row.turns)
         for position, call in enumerate(parsed.calls):
-            self._submit(index, position, call)
+            if call.fault is not None:
+                row.results[position] = malformed_result(call.message)
+            elif self._is_run(call):
+                call_id = f"{row.session}/{number}/{position}"
+                seed = stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, number, position)
+                self._executor.submit(CodeCall(call_id, call.name, call.arguments, row.session, seed))
+                row.pending[call_id] = position  # only now: a call that is refused may be of another row
+                self._row_of_call[call_id] = index
         self._answer_if_complete(index)
-        return Wait()
+        ended = self._answers and self._answers[-1][0] == index and isinstance(self._answers[-1][1], Finish)
+        return self._answers.pop()[1] if ended else Wait()
+
+    def _stop_after(self, row: _Row, turn: TurnEnd, parsed: ParsedTurn) -> StopReason | None:
+        """How a turn ends its rollout; None if its calls are run."""
+        if turn.reason == "length":
+            return "length"
+        if not parsed.calls:
+            return row.stop
+        return "turns" if len(row.turns) >= self._max_turns else None
+
+    def _begin_answer(self, index: int) -> None:
+        """Called before the calls of a turn are run."""
+
+    def _is_run(self, call: ToolCall) -> bool:
+        """Whether the executor runs a call."""
+        return True
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
         """Answers of the rows whose results are complete; waits at most `timeout_s` for the first."""
@@ -405,20 +427,8 @@ class ToolEnvironment:
             row.turns.pop()
             row.asked_again = False
         row.turns.append(Turn(turn.start, turn.start + len(turn.tokens), parsed.text, parsed.calls))
-        row.closed = parsed.closed
+        row.closed, row.stop = parsed.closed, ENDS.get(parsed.ended_by, "length")
         return parsed
-
-    def _submit(self, index: int, position: int, call: ToolCall) -> None:
-        """Has the executor run a call of row `index`. A malformed one has its result at once."""
-        row, turn = self._rows[index], len(self._rows[index].turns)
-        if call.fault is not None:
-            row.results[position] = malformed_result(call.message)
-            return
-        call_id = f"{row.session}/{turn}/{position}"
-        seed = stable_seed(self._seed, row.step, row.request.problem.uid, row.sample, turn, position)
-        self._executor.submit(CodeCall(call_id, call.name, call.arguments, row.session, seed))
-        row.pending[call_id] = position  # only now: a call that is refused may be of another row
-        self._row_of_call[call_id] = index
 
     def _answer_if_complete(self, index: int) -> None:
         """Queues the observation of a turn whose results are all there, or the end after an infrastructure failure."""
@@ -532,8 +542,8 @@ class EpisodeEnvironment(ToolEnvironment):
         """As in `ToolEnvironment`; calls of the last turn are run, since an environment may pay for them."""
         super().__init__(chat, source.executor, requests, step=step, seed=seed, max_turns=max_turns)
         self._episodes = source.episodes
-        self._playing: dict[str, tuple[int, StopReason]] = {}
-        """Session -> its row, and how its turn ends the rollout if the environment has nothing to say."""
+        self._playing: dict[str, int] = {}
+        """Session whose environment is to answer -> its row."""
         self._ended: dict[str, Answer | None] = {}
         """Session -> its reward; None until it has arrived, and where there is none to ask for."""
         self._openings: dict[str, str] = {}
@@ -575,21 +585,16 @@ class EpisodeEnvironment(ToolEnvironment):
                 opened.append(replace(request, problem=problem, first_sample=samples[0], count=len(samples)))
         return opened
 
-    def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
-        row = self._rows[index]
-        parsed = self._parse(row, turn)
+    def _stop_after(self, row: _Row, turn: TurnEnd, parsed: ParsedTurn) -> StopReason | None:
         if row.session in self.failures:  # of its reset
-            return self._finish(row, "infrastructure")
-        if turn.reason == "length" or parsed.ended_by == "none":
-            return self._finish(row, "length")
-        row.results = [None] * len(parsed.calls)
-        self._playing[row.session] = (index, ENDS.get(parsed.ended_by, "length"))
-        for position, call in enumerate(parsed.calls):
-            if call.fault is not None or call.name in self._episodes.shared:
-                self._submit(index, position, call)
-        self._answer_if_complete(index)
-        ended = self._answers and self._answers[-1][0] == index and isinstance(self._answers[-1][1], Finish)
-        return self._answers.pop()[1] if ended else Wait()
+            return "infrastructure"
+        return "length" if turn.reason == "length" or parsed.ended_by == "none" else None
+
+    def _begin_answer(self, index: int) -> None:
+        self._playing[self._rows[index].session] = index
+
+    def _is_run(self, call: ToolCall) -> bool:
+        return call.name in self._episodes.shared
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
         ready: list[tuple[int, Observe | Finish]] = []
@@ -599,8 +604,8 @@ class EpisodeEnvironment(ToolEnvironment):
             ready = super().poll(min(timeout_s, BOTH_S) if both else timeout_s)
         for session, answer in self._episodes.poll(0.0 if ready or calls else timeout_s):
             if session in self._playing:
-                index, stop = self._playing.pop(session)
-                ready.append((index, self._reply(self._rows[index], answer, stop)))
+                index = self._playing.pop(session)
+                ready.append((index, self._reply(self._rows[index], answer)))
             elif session in self._ended:
                 self._ended[session] = answer
         return ready
@@ -657,9 +662,10 @@ class EpisodeEnvironment(ToolEnvironment):
             self._answers.append((index, self._finish(row, "infrastructure")))
             return
         if (answer := self._episodes.play(row.session, row.turns[-1], row.results)) is not None:
-            self._answers.append((index, self._reply(row, answer, self._playing.pop(row.session)[1])))
+            del self._playing[row.session]
+            self._answers.append((index, self._reply(row, answer)))
 
-    def _reply(self, row: _Row, answer: Answer, stop: StopReason) -> Observe | Finish:
+    def _reply(self, row: _Row, answer: Answer) -> Observe | Finish:
         """How a row goes on after the answer of its environment."""
         results, observation = ((), None) if answer.value is None else answer.value
         observation = observation or Observation()
@@ -673,7 +679,7 @@ class EpisodeEnvironment(ToolEnvironment):
         if observation.done:
             return self._finish(row, "answer")
         if not (observation.text or results):
-            return self._finish(row, stop)
+            return self._finish(row, row.stop)
         if len(row.turns) >= self._max_turns:
             return self._finish(row, "turns")
         if not observation.text:
