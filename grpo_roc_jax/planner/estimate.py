@@ -247,11 +247,11 @@ def _estimate_sampling(deployment: Deployment, cache: float, sampled: Params, re
     # One device computes `append_rows` divided among groups of 8.
     new_tokens = deployment.config.rollout.prompt_append * work.append_rows / max(1, work.append_rows // 8)
     # Added up over `tensor` are the two outputs of each layer, but not those of the last one in an append, which keeps
-    # its own keys and values only, and the embeddings; all devices get the logits of a decode step. Dense layers beside
-    # those with experts are whole on every device (`publish.sampler_shardings`).
+    # its own keys and values only, and the rows of both embeddings; all devices get the logits of a decode step. Dense
+    # layers beside those with experts are whole on every device (`publish.sampler_shardings`).
     dense = layers_with("d_down", model) if model.experts.dense_ff else ()
     with_keys = layers - model.windows.shared_layers
-    output, embedding = 4.0 * model.d_model, itemsize * model.d_model
+    output, embedding = 4.0 * model.d_model, itemsize * (model.d_model + layers * model.extras.layer_embed)
     append_sums = new_tokens * (
         (2 * (with_keys - 1) - sum(layer < with_keys - 1 for layer in dense)) * output + embedding
     )
