@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_roc_jax.record import index, trace  # noqa: E402
-from tests.helpers.demo import TOKENIZER, records, row  # noqa: E402
+from tests.helpers.demo import TOKENIZER, records  # noqa: E402
 
 PER_STEP = 256
 FRAMES = """async () => {
@@ -52,7 +52,8 @@ def make_run(folder: Path, trajectories: int) -> tuple[int, float]:
         other = log.with_name(f"step_{step:08d}.jsonl")
         os.link(log, other)
         index.index_file(other).write_bytes(content.replace(b'"step": 1,', f'"step": {step},'.encode(), 1))
-    rows = [row(rng, step, step / steps) for step in range(1, steps + 1)]
+    names = ["rollout/reward", "rollout/length", "loss/entropy", "roc/kept", "time/rollout_s", "time/step_s"]
+    rows = [{"step": step} | dict(zip(names, rng.random(len(names)), strict=True)) for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics) + "\n" for metrics in rows))
     return steps, written_s
 

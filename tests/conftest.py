@@ -45,7 +45,7 @@ FIRST = """
 test_train model/test_families engine/test_engine serving/test_agents test_knob_effects sandbox/test_faults
 serving/tinker_api/test_tinker_endpoint learner/test_update
 method/test_catalog contrib/methods/test_catalog sandbox/test_sessions method/test_kind_settings model/test_transformer
-learner/test_loss run/test_rounds record/test_checkpoint method/test_roc model/test_attention model/test_parallel
+learner/test_loss run/test_rounds record/test_checkpoint method/test_roc model/test_attention
 model/test_convert model/test_pool engine/test_model_families reward/test_verify
 commands/test_run_tools
 """.split()  # noqa: SIM905 (shorter than a list)
@@ -53,25 +53,22 @@ commands/test_run_tools
 PLACES = {HERE / f"{name}.py": i for i, name in enumerate(FIRST)}
 TOGETHER = (
     # transformers and torch, which tensorboardX imports too, take some ten seconds to import
-    "model/test_families test_knob_effects model/test_lora model/test_convert model/test_published "
-    "text/test_templates commands/test_export record/test_metrics "
-    "gguf_files/test_as_transformers",
+    "model/test_families test_knob_effects model/test_lora model/test_convert text/test_templates commands/test_export "
+    "record/test_metrics gguf_files/test_as_transformers",
     # runs, which share their programs in a process: the first one traces and compiles for twelve seconds
     "test_train test_restart test_faults test_stored_run test_methods_run test_environment_examples test_readme "
     "contrib/methods/test_runs run/test_start stream/test_rollout_stream run/test_stages run/test_policy "
-    "run/test_record_kept run/test_sample commands/test_chat commands/test_evaluate commands/test_replay "
-    "gguf_files/test_use",
+    "run/test_record_kept run/test_sample commands/test_chat commands/test_evaluate commands/test_replay",
     # the policy of `helpers/serving.py`, and the trainer of `helpers/tinker_server.py`
     "serving/test_agents serving/test_agent_hosts serving/test_endpoint serving/test_other_forms "
-    "serving/test_dialogues serving/test_parts serving/test_odd_requests "
+    "serving/test_dialogues serving/test_odd_requests "
     "serving/test_answer_formats serving/test_clients serving/test_verifiers_clients "
     "test_servers test_adapter_examples",
     "serving/tinker_api/test_tinker_endpoint serving/tinker_api/test_tinker_odd_requests "
     "serving/tinker_api/test_tinker_programs "
     "serving/tinker_api/test_tinker_client",
     # the programs of one engine
-    "engine/test_engine engine/test_run_options engine/test_stream engine/test_publish "
-    "rollout/test_collect engine/test_slots engine/test_blocks engine/test_sampling",
+    "engine/test_engine engine/test_run_options engine/test_publish rollout/test_collect",
 )
 """Files that one worker runs, since they share what is dear to set up."""
 GROUPS = {f"tests/{name}.py": names for names in TOGETHER for name in names.split()}

@@ -3,13 +3,10 @@
 import pytest
 
 from grpo_roc_jax.environments.environment import row_of
-from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.serving.agent_ends import AgentCall
 from grpo_roc_jax.serving.agent_functions import FunctionAgent
-from grpo_roc_jax.settings.callables import import_file
 from tests.helpers.serving import scripted
-from tests.test_environment_examples import EXAMPLES, FOLDER, asked_for, call, played
-from tests.test_readme import TINY
+from tests.test_environment_examples import FOLDER, asked_for, call, played
 
 
 def test_mcp_server(monkeypatch):
@@ -40,24 +37,3 @@ def test_verifiers_taskset(monkeypatch):
         end = agent.play("one", call)
     agent.close()
     assert task.prompt == "10" and (end.status, end.pay.reward) == (0, 1.0), end
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("extra", "example", "module"),
-    [
-        ("mcp", "mcp_server", "mcp"),
-        ("openenv", "openenv_server", "openenv"),
-        ("verifiers", "vf_taskset", "verifiers.v1"),
-    ],
-)
-def test_an_example_trains(monkeypatch, tmp_path, extra, example, module):
-    if extra != "mcp":
-        pytest.importorskip("grpo_roc_jax.contrib.environments")
-    pytest.importorskip(module, reason=f"needs the extra {extra}; .ci/adapters runs this")
-    monkeypatch.syspath_prepend(FOLDER)
-    words = [*TINY, f"--run_dir={tmp_path}", "--log.traces=1", "--sft.steps=0", "--environment.timeout_s=120"]
-    summary = import_file(str(EXAMPLES[example])).main([*words, "--rollout.max_response_tokens=24"])
-    assert summary["compilations_after_first_step"] == 0
-    records = list(read_trace(tmp_path, 2))
-    assert len(records) == 8 and all(record.verdict is not None for record in records), "none was lost"

@@ -6,18 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import grpo_roc_jax as g
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.process.points import injected
-from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import PartialGroup
-from grpo_roc_jax.settings.cli import ConfigError
-from grpo_roc_jax.train import train
-from grpo_roc_jax.types import Problem
+from grpo_roc_jax.record import metrics, trace
+from grpo_roc_jax.run import run_state, sample
 from tests.helpers.samples import make_trajectory
-from tests.test_train import config_in, numbers, params_hash
+from tests.test_train import config_in
 from tests.test_train import on_one_device as on_one_device  # a fixture
 
 
@@ -26,7 +22,7 @@ def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path
 
 
 def refused_with_partial(tmp_path, *words):
-    with pytest.raises(ConfigError, match="use one of the two"):
+    with pytest.raises(g.ConfigError, match="use one of the two"):
         config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5", *words)
 
 
@@ -34,8 +30,8 @@ def test_partial_groups_are_part_of_the_checkpoint():
     stream = SimpleNamespace(get_state=dict, set_state=lambda state: None)
     rng = np.random.default_rng(0)
     rows = (make_trajectory(rng, 0), make_trajectory(rng, 1))
-    partial = PartialGroup(Problem("p", "?", "1", "t"), rows, 3, 5, 0.7)
-    run, again = (RunState("state", (), stream, AlgoState(), partial=part) for part in ((partial,), ()))
+    partial = sample.PartialGroup(g.Problem("p", "?", "1", "t"), rows, 3, 5, 0.7)
+    run, again = (run_state.RunState("state", (), stream, AlgoState(), partial=part) for part in ((partial,), ()))
     again.load(run.bundle())
     (group,) = again.partial
     assert (group.problem.uid, group.step, group.place, group.temperature) == ("p", 3, 5, 0.7)
@@ -43,33 +39,6 @@ def test_partial_groups_are_part_of_the_checkpoint():
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.versions, b.versions)
         assert (a.stop, a.turns) == (b.stop, b.turns)
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_rows_of_two_policies(tmp_path):
-    words = ["--rollout.step_limit=partial", "--rollout.step_limit.seconds=1e-4", "--rollout.chunk=4", "--steps=8"]
-    train(config_in(tmp_path, *words, "--data.eval_problems=0"))
-    rows = [row for row in read_metrics(tmp_path) if row["step"] > 0]
-    assert max(row["rollout/stop_cancelled"] for row in rows) > 0
-    mixed = 0
-    for step in range(1, 9):
-        for record in read_trace(tmp_path, step):
-            t = record.trajectory
-            versions = t.versions[t.policy_mask]
-            assert t.stop != "cancelled" or not record.kept
-            assert (np.diff(versions) >= 0).all()
-            mixed += len(set(versions.tolist())) > 1
-    assert mixed
-
-
-@pytest.mark.slow
-def test_a_stream_without_a_lag_is_a_plain_run_to_the_byte(tmp_path):
-    for name, words in (("plain", ()), ("stream", ("--rollout.step_limit={kind: stream, lag: 0}",))):
-        train(config_in(tmp_path / name, "--group.dynamic_sampling_rounds=2", *words))
-    plain, stream = numbers(tmp_path / "plain"), numbers(tmp_path / "stream")
-    for row, other in zip(plain, stream, strict=True):
-        assert {name: other[name] for name in row} == pytest.approx(row, rel=0, abs=0, nan_ok=True)
-    assert params_hash(tmp_path / "plain") == params_hash(tmp_path / "stream")
 
 
 @pytest.mark.slow
@@ -81,16 +50,16 @@ def test_a_stream_that_was_stopped_goes_on(tmp_path):
     run_dir = tmp_path / "run"
     words = ("--rollout.step_limit=stream", "--steps=6", "--eval.every=1", "--checkpoint.every=0", "--resume=auto")
     with injected("sample=term@4"), pytest.raises(Preempted) as seen:
-        train(config_in(run_dir, *words))
+        g.train_policy(config_in(run_dir, *words))
     assert "the state after step 3 is saved" in seen.value.__notes__[0]
-    summary = train(config_in(run_dir, *words))
+    summary = g.train_policy(config_in(run_dir, *words))
     assert summary["compilations_after_first_step"] == 0
-    rows = [row for row in read_metrics(run_dir) if "rollout/lag_max" in row]
+    rows = [row for row in metrics.read_metrics(run_dir) if "rollout/lag_max" in row]
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert max(row["rollout/lag_max"] for row in rows) == 1.0 and sum(row["rollout/sampled"] for row in rows) == 6 * 16
     uids = []
     for step in range(1, 7):
-        records = list(read_trace(run_dir, step))
+        records = list(trace.read_trace(run_dir, step))
         uids += sorted({record.problem.uid for record in records})
         for record in records:
             versions = record.trajectory.versions[record.trajectory.policy_mask]

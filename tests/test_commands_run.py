@@ -32,20 +32,11 @@ def score(problem, trajectories):
 
 short_and_right = asked = from_trl = few_turns = score
 """
-PLACEHOLDERS = {
-    "RUN": "runs/a",
-    "OTHER": "runs/b",
-    "TARGET": "written",
-    "MODEL": "model",
-    "DIR": "a_project",
-    "FILE": "problems.jsonl",
-    "DATA": "problems.jsonl",
-    "FUNCTION": "answer",
-    "NAME": "grpo",
-    "SECTION": "optim",
-    "CONFIG.yaml": "mine.yaml",
-    "KIND": "h100:1",
-}
+VALUES = """
+RUN=runs/a OTHER=runs/b TARGET=written MODEL=model DIR=a_project FILE=problems.jsonl DATA=problems.jsonl
+FUNCTION=answer NAME=grpo SECTION=optim CONFIG.yaml=mine.yaml KIND=h100:1
+"""
+PLACEHOLDERS = dict(pair.split("=") for pair in VALUES.split())
 """What a page leaves to its reader -> a value that exists in the folder of the test."""
 ELSEWHERE = re.compile(
     r"rstar2_qwen3_14b.yaml --run_dir|aime|configs/(?:words|world)|environments/|cobalt|ranks|states|"
@@ -65,32 +56,17 @@ SMALL_MODEL = """
 --data.trace_sources=[world:gcd:1] --data.prompt_column= --data.answer_column= --stages=[] --rollout.narrow=[]
 --text.system= --text.tools_section=false --text.instruction=
 """.split()  # noqa: SIM905 (a command line reads better as one)
-SHAPES = {
-    "qwen2_5_7b_lora_4bit": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
-    "rstar2_qwen3_14b": "Qwen/Qwen3-14B",
-}
+SHAPES = {"qwen2_5_7b_lora_4bit": "Qwen2.5-7B-Instruct", "qwen3_30b_a3b": "Qwen3-30B-A3B", "rstar2": "Qwen3-14B"}
 """Recipe -> the shape that a plan takes where no hub can be asked."""
-RUNNABLE = sorted(
-    {
-        line
-        for path, line in LINES
-        if not ELSEWHERE.search(line) and len(shlex.split(line)) > 1 and line != "grpo-roc train"
-        if "examples" not in path.parts
-    }
-)
-
-ADAPTERS = sorted(
-    {match[1] for line in RUNNABLE if (match := re.match(r"grpo-roc export (runs/\S+) \S+ --adapter", line))}
-)
+RUNNABLE = {line for path, line in LINES if "examples" not in path.parts and not ELSEWHERE.search(line)}
+RUNNABLE = sorted(line for line in RUNNABLE if len(shlex.split(line)) > 1)
+ADAPTERS = sorted(set(re.findall(r"^grpo-roc export (runs/\S+) \S+ --adapter", "\n".join(RUNNABLE), re.M)))
 """Runs that the pages export an adapter of: each has the name of its recipe."""
 
 
-def command(words: list[str], folder: Path) -> dict:
-    """Arguments of a process with a command."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    words = [sys.executable, "-m", "grpo_roc_jax", *words]
-    return {"args": words, "cwd": folder, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
+BASE = [sys.executable, "-m", "grpo_roc_jax"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+PROCESS = {"env": ENVIRONMENT, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
 
 
 def run(words: list[str], folder: Path) -> None:
@@ -98,32 +74,34 @@ def run(words: list[str], folder: Path) -> None:
 
     One that asks for an extra that is not installed here has said so in a line: the test is skipped.
     """
-    done = subprocess.run(**command(words, folder), capture_output=True)
+    done = subprocess.run(BASE + words, cwd=folder, stderr=subprocess.PIPE, **PROCESS)
     missing = re.search(r"^configuration: .* needs the package.*pip install '?(\w+)'?$", done.stderr, re.M)
     if done.returncode == 2 and missing and importlib.util.find_spec(missing[1]) is None:
         pytest.skip(missing[0])
-    fine = (0, 1) if words[0] == "plan" else (0,)
-    assert done.returncode in fine, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode in ((0, 1) if words[0] == "plan" else (0,)), done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def serve(words: list[str], folder: Path) -> None:
     """A server in a process of its own: it says where it listens, answers, and ends when it is told to."""
-    process = subprocess.Popen(**command(words, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(BASE + words, cwd=folder, stderr=subprocess.STDOUT, **PROCESS)
     try:
-        lines: list[str] = []
-        for line in process.stdout:
-            lines.append(line)
-            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
-                break
-        else:
-            pytest.fail("".join(lines)[-2000:])
+        text = ""
+        while not (match := re.search(r"http://127\.0\.0\.1:\d+\D", text)):
+            line = process.stdout.readline()
+            assert line, text[-2000:]
+            text += line
         with contextlib.suppress(urllib.error.HTTPError):  # which is an answer
-            urllib.request.urlopen(match[0], timeout=60).read()
+            urllib.request.urlopen(match[0][:-1], timeout=60).read()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode in (0, 143, -signal.SIGTERM)
+
+
+def write_configs(folder: Path) -> None:
+    for name in ("mine.yaml", "my.yaml", "config.yaml"):
+        (folder / name).write_text("base: toy.yaml\nsteps: 2\n")
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +115,13 @@ def folder(tmp_path_factory):
     shutil.copytree(root / "model", root / "cold_model")
     rows = [{"prompt": f"gcd({n},6)=?", "answer": "6", "level": 1} for n in (12, 18, 24, 30)]
     (root / "data").mkdir()
-    parts = (("problems.jsonl", rows), ("data/problems.jsonl", rows), ("heldout.jsonl", rows[:2]))
-    for name, part in (*parts, ("words2/train.jsonl", rows), ("gsm8k_test.jsonl", rows)):
-        (root / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    for name in ("problems", "data/problems", "heldout", "words2/train", "gsm8k_test"):
+        some = rows[:2] if name == "heldout" else rows
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     for name in ADAPTERS:
         run(filled(f"grpo-roc train {name.removeprefix('runs/')}.yaml --run_dir {name}"), root)
     (root / "rewards.py").write_text(REWARDS)
-    for name in ("mine.yaml", "my.yaml", "config.yaml"):
-        (root / name).write_text("base: toy.yaml\nsteps: 2\n")
+    write_configs(root)
     (root / "programs.jsonl").write_text('{"code": "print(1 + 1)"}\n')
     return root
 
@@ -168,8 +145,8 @@ def filled(line: str) -> list[str]:
         rest += SMALL_MODEL if published else []
     if name == "plan":
         rest += [] if "--arithmetic" in rest else ["--arithmetic"]
-        shapes = [shape for recipe, shape in SHAPES.items() if recipe in line]
-        rest += ["--model_shape", shapes[0]] if shapes and "--model_shape" not in rest else []
+        shapes = [f"--model_shape=Qwen/{shape}" for recipe, shape in SHAPES.items() if recipe in line]
+        rest += [] if "--model_shape" in rest else shapes
     if name in ("serve", "chat", "evaluate"):  # what they are given is there; what others write is not
         rest = ["model" if word in (PLACEHOLDERS["DIR"], PLACEHOLDERS["TARGET"]) else word for word in rest]
     if name == "serve" and "--port" in rest:
@@ -188,9 +165,8 @@ def filled(line: str) -> list[str]:
 def test_the_pages_leave_enough_to_run():
     assert len([line for path, line in LINES if path.name == "README.md"]) > 20
     assert {path.name for path, _ in LINES} >= {"launch.md", "models.md", "plan.md", "toy.yaml"}
-    names = {filled(line)[0] for line in RUNNABLE}
-    assert names >= {"train", "sft", "evaluate", "difficulty", "view", "plot", "export", "chat", "check-data"}
-    assert names >= {"check-reward", "doctor", "probe", "new", "run-tools"} and len(RUNNABLE) > 95
+    names = "train sft evaluate difficulty view plot export chat check-data check-reward doctor probe new run-tools"
+    assert {filled(line)[0] for line in RUNNABLE} >= {*names.split()} and len(RUNNABLE) > 95
     reading = [re.sub(r"--(run_dir|store)[ =]\S+", "", line) for line in RUNNABLE]  # without what is written
     read = {word.rstrip("/") for line in reading for word in re.findall(r"\bruns/[\w/-]+", line)}
     assert sorted(read - {*COPIES, *ADAPTERS, "runs/a"}) == []
@@ -199,14 +175,11 @@ def test_the_pages_leave_enough_to_run():
 def test_what_is_filled_in_is_a_configuration(tmp_path, monkeypatch):
     """A quick look at the trainings that the slow test runs."""
     monkeypatch.chdir(tmp_path)
-    for name in ("mine.yaml", "my.yaml", "config.yaml"):
-        Path(name).write_text("base: toy.yaml\nsteps: 2\n")
+    write_configs(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    for line in RUNNABLE:
-        name, *words = filled(line)
+    for name, *words in map(filled, RUNNABLE):
         if name in ("train", "sft") and "--help" not in words:
-            flags = {"--preflight", "--dry-run", "full", "--force"}
-            read_config(*[word for word in words if word not in flags])
+            read_config(*[word for word in words if word not in ("--preflight", "--dry-run", "full", "--force")])
 
 
 @pytest.mark.slow
@@ -219,8 +192,5 @@ def test_a_command_of_the_pages_runs(line, folder, tmp_path):
     target = made[1] if made else words[2] if words[0] == "export" else words[1] if words[0] == "new" else ""
     if target:  # what the command makes must not be there before it
         shutil.rmtree(here / target, ignore_errors=True)
-    if words[0] in ("serve", "serve-tools"):
-        serve(words, here)
-    else:
-        run(words, here)
+    (serve if words[0].startswith("serve") else run)(words, here)
     assert not target or (here / target).exists()

@@ -1,30 +1,18 @@
 """The examples of environments: what each asks of `train_policy` is played, and a game is trained on a tiny scale."""
 
-import importlib.util
-import io
-import json
-import os
-import re
-import runpy
-import sys
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import grpo_roc_jax as g
 from grpo_roc_jax import train
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentByRow
-from grpo_roc_jax.record.events import read_events
-from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.record import events, metrics, trace
 from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
-from grpo_roc_jax.run.start import held_out, problem_stream
-from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.callables import given, import_file
 from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.tools import CodeCall, make_executor
-from grpo_roc_jax.train import with_environment
+from grpo_roc_jax.tools import CodeCall
 from grpo_roc_jax.worlds.players import PLAYED
 from tests.environments.test_episodes import Play
 from tests.test_readme import TINY
@@ -36,11 +24,8 @@ EXAMPLES = {path.stem: path for path in FOLDER.glob("*.py")}
 
 def asked_for(name, monkeypatch):
     """(configuration, further arguments) that an example trains with."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES[name])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     monkeypatch.setattr(g, "train_policy", lambda config, **others: (config, others))
-    return module.main(["--steps=5"])
+    return import_file(str(EXAMPLES[name])).main(["--steps=5"])
 
 
 def call(name, **arguments):
@@ -52,17 +37,15 @@ def played(name, monkeypatch, turns, problem=None, **extra):
     """The names of the tools, the answers to the turns, and what was paid; `extra` are columns of a problem."""
     config, others = asked_for(name, monkeypatch)
     assert config.steps == 5
-    config, functions = with_environment(config, others.get("environment"), None)
+    config, functions = train.with_environment(config, others.get("environment"), None)
     with given(functions):
         registry = make_registry(config)
         schemas = tool_schemas(config, registry)
         episodes = make_episodes(config, registry)
-    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    play = Play(chat, episodes, max_turns=9, extra=extra, problem=problem)
-    try:
+    with closing(episodes):
+        chat = make_chat(g.TextConfig(), g.load_tokenizer(g.TextConfig()))
+        play = Play(chat, episodes, max_turns=9, extra=extra, problem=problem)
         return [tool["function"]["name"] for tool in schemas], [play.say(turn) for turn in turns], play.end()[0].reward
-    finally:
-        episodes.close()
 
 
 def test_every_example_is_short_and_has_a_test_below():
@@ -73,25 +56,20 @@ def test_every_example_is_short_and_has_a_test_below():
 
 def test_own_tool(monkeypatch):
     config, others = asked_for("own_tool", monkeypatch)
-    with make_executor(config.tools, others["tools"]) as executor:
-        texts = ({"amount": 2.0}, {"amount": 1.0, "unit": "mile"}, {"amount": "two"})
-        results = executor.run([CodeCall(str(i), "convert", arguments, None) for i, arguments in enumerate(texts)])
-    assert [result.kind for result in results] == ["ok", "exception", "bad_arguments"]
-    assert results[0].observation == "1.243 miles"
+    with g.make_executor(config.tools, others["tools"]) as executor:
+        result, wrong = executor.run([CodeCall(str(i), "convert", {"amount": i}, None) for i in (2.0, "two")])
+    assert result.observation == "1.243 miles" and wrong.kind == "bad_arguments"
 
 
-def test_own_environment(monkeypatch):
+def test_own_environment_and_trl_class(monkeypatch):
     tools, answers, paid = played("own_environment", monkeypatch, [call("hint"), "it is 3", "4", "2", "1"])
     assert tools == ["hint"] and "\n3\n" in answers[0] and "go on" in answers[1] and "no" in answers[2]
     assert answers[4] == "answer" and paid == pytest.approx(1.0)
-
-
-def test_trl_class(monkeypatch):
     tools, answers, paid = played("trl_class", monkeypatch, [call("add", k=2), call("add", k=3), "done"])
     assert tools == ["add"] and "\n5\n" in answers[1] and answers[2] == "eos" and paid == 1.0
 
 
-def test_trl_classes(monkeypatch):
+def test_trl_classes_and_agent(monkeypatch):
     turns = [call("add", k=5), call("halve")]
     tools, answers, paid = played("trl_classes", monkeypatch, turns, environment="counter")
     assert tools == ["add", "halve"] and "\n5\n" in answers[0] and paid == 1.0
@@ -99,68 +77,12 @@ def test_trl_classes(monkeypatch):
     _, answers, paid = played("trl_classes", monkeypatch, turns, environment="halver")
     assert "\n2\n" in answers[1] and paid == 0.0
     assert played("trl_classes", monkeypatch, ["hm"], environment="else")[1] == ["infrastructure"]
-
-
-@pytest.mark.parametrize("name", ["else", None, ["counter"]])
-def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
-    rows = [{"prompt": f"{i}=", "answer": "5", "environment": key} for i, key in enumerate(("counter", "halver", name))]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    path = f"{FOLDER / 'trl_classes.py'}"
-    words = [f"--environment={{kind: by_row, classes: ['counter={path}:Counter', 'halver={path}:Halver']}}"]
-    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    for source, read in ((file, problem_stream), (file, held_out), ("world:gcd:1", problem_stream)):
-        which = "eval_sources" if read is held_out else "sources"
-        config = g.read_config("toy.yaml", *words, f"--data.{which}={source}")
-        with pytest.raises(g.ConfigError, match=r"column environment of .* is .*; must be one of counter, halver"):
-            read(config, chat)
-    with pytest.raises(g.ConfigError, match="names once"):
-        g.read_config("toy.yaml", "--environment={kind: by_row, classes: ['a=b:C', 'a=b:D']}")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{kind: mcp}", "command and environment.url: one of them must be set"),
-        ("{kind: class, path: b}", "is kind class; must be agent, mcp, openenv, verifiers or harbor, or the path of"),
-        ("{kind: agent}", "neither command nor function"),
-        ("{kind: agent, command: x, retries: 3}", "is a setting of kind by_row, class, harbor, mcp"),
-        ("{kind: mcp, command: [x], timeout_s: 3}", "sets timeout_s, which is that of by_row"),
-        ("{command: [x]}", "or a mapping with 'kind'"),
-        ("{kind: mcp, command: [x], urll: 3}", "kind mcp has no such setting"),
-        ("{kind: mcp", "cannot be read as YAML"),
-    ],
-)
-def test_another_kind_for_some_rows_is_checked_at_once(text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        EnvironmentByRow(classes=(f"a={text}", "own=a.py:Own"))
-
-
-def test_agent(monkeypatch):
-    """The program on a client that answers `3`, then `5`; `tests/serving` runs others on a policy."""
     config, _ = asked_for("agent", monkeypatch)
     assert isinstance(config.environment, AgentCommand) and config.environment.command.endswith("agent.py agent")
-    answers, requests = iter(["3", "5"]), []
-
-    def create(**fields):
-        requests.append([message["content"] for message in fields["messages"]])
-        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(answers)))])
-
-    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda: client))
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": "2+3=", "answer": "5"}'))
-    read_end, write_end = os.pipe()
-    monkeypatch.setenv("GRPO_REWARD_FD", str(write_end))
-    runpy.run_path(str(EXAMPLES["agent"]))["agent"]()
-    os.close(write_end)
-    with os.fdopen(read_end) as paid:
-        assert requests == [["2+3="], ["2+3=", "3", "no"]] and paid.read() == "0.75"
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize(
-    "world", ["guess", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAYED if name != "guess")]
-)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=[pytest.mark.slow] * (n != "guess")) for n in PLAYED])
 def test_a_game_trains_without_compiling_again(tmp_path, world):
     """Each has the shapes of the README's loop, so that its programs are compiled once for all."""
     if world == "corridor":
@@ -170,42 +92,32 @@ def test_a_game_trains_without_compiling_again(tmp_path, world):
     words = [f"--data.sources=world:{world}:1", "--sft.steps=0", f"--run_dir={tmp_path}", "--log.traces=1"]
     summary = g.train_policy(g.read_config("toy.yaml", *TINY, *game, *words))
     assert summary["compilations_after_first_step"] == 0
-    records = list(read_trace(tmp_path, 2))
+    records = list(trace.read_trace(tmp_path, 2))
     assert len(records) == 8 and all(record.trajectory.reward == 0.0 for record in records)
     assert {record.trajectory.stop for record in records} <= {"length", "eos", "turns"}
 
 
 def test_rewards_of_an_environment_are_used_or_refused():
     words = ["--environment", f"{FOLDER / 'trl_class.py'}:Counter"]
-
-    def schemas(*words):
-        config = g.read_config("toy.yaml", *words)
-        return tool_schemas(config, make_registry(config))
-
-    with pytest.raises(g.ConfigError, match=r"Counter has get_reward, but reward.functions = answer; add environment"):
-        schemas(*words)
-    with pytest.raises(g.ConfigError, match=r"reward.functions environment without an environment that pays"):
-        schemas("--reward.functions", "environment")
-    with pytest.raises(g.ConfigError, match=r"environment.path = 'nowhere:Game'"):
-        schemas("--environment", "nowhere:Game")
-    for word, text in (("rollout.step_limit={kind: partial, seconds: 9}", "lost"), ("rollout.early_exit=true", "pays")):
-        with pytest.raises(g.ConfigError, match=text):
-            g.read_config("toy.yaml", *words, f"--{word}")
-
-
-# ---- environments that fail during training ------------------------------------------------------------------------
+    for given_words, message in (
+        (words, r"Counter has get_reward, but reward.functions = answer; add environment"),
+        (["--reward.functions", "environment"], r"reward.functions environment without an environment that pays"),
+    ):
+        config = g.read_config("toy.yaml", *given_words)
+        with pytest.raises(g.ConfigError, match=message):
+            tool_schemas(config, make_registry(config))
+    with pytest.raises(ValueError, match="is kind class; must be agent, mcp, openenv, verifiers or harbor, or"):
+        EnvironmentByRow(classes=("a={kind: class, path: b}", "own=a.py:Own"))
+    with pytest.raises(g.ConfigError, match="lost"):
+        g.read_config("toy.yaml", *words, "--rollout.step_limit={kind: partial, seconds: 9}")
 
 
 class Mistaken(g.Environment):
-    """Has a mistake that no rollout escapes."""
-
     def step(self, turn):
         return self.absent.get(turn.text)
 
 
 class Numbers(g.Environment):
-    """Reads a number from each turn, which an untrained policy does not say."""
-
     def step(self, turn):
         return g.Observation(reward=float(int(turn.text.strip()) == 4), done=True)
 
@@ -224,12 +136,11 @@ def test_a_mistake_that_every_rollout_meets_ends_the_run_after_one_step_and_is_n
     lines = capfd.readouterr().err.strip().splitlines()
     line = "step: AttributeError: 'Mistaken' object has no attribute 'absent' (test_environment_examples.py, line "
     assert lines[-1].startswith(f"stopped: infrastructure: all 8 rollouts of a step ended alike: {line}")
-    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert max(row["step"] for row in rows) == 1
-    sampled = [record.trajectory for record in read_trace(tmp_path, 1)]
+    assert max(row["step"] for row in metrics.read_metrics(tmp_path)) == 1
+    sampled = [record.trajectory for record in trace.read_trace(tmp_path, 1)]
     assert len(sampled) == 8 and all(t.stop == "infrastructure" and t.fault.startswith(line) for t in sampled)
     assert sum("return self.absent.get(turn.text)" in t.fault for t in sampled) == 1, "the traceback of the first"
-    (event,) = read_events(tmp_path)
+    (event,) = events.read_events(tmp_path)
     assert (event["step"], event["event"]) == (1, "environment") and event["text"].startswith(line)
 
 
@@ -237,7 +148,7 @@ def test_a_mistake_that_every_rollout_meets_ends_the_run_after_one_step_and_is_n
 @pytest.mark.parametrize("choice", ["zero", "drop"])
 def test_what_the_policy_said_and_nobody_can_read_scores_0_unless_it_is_dropped(tmp_path, choice):
     status = train.main(words(tmp_path, "Numbers", f"--environment.on_failure={choice}"))
-    records = list(read_trace(tmp_path, 1))
+    records = list(trace.read_trace(tmp_path, 1))
     failed = [record for record in records if "ValueError: invalid literal for int()" in record.trajectory.fault]
     assert len(records) == 8 and len(failed) >= 6, "a policy of random weights says no number"
     if choice == "zero":

@@ -4,6 +4,7 @@ A room is a folder; each module at the root is a room of its own, the commands a
 """
 
 import ast
+import importlib
 import subprocess
 import sys
 from functools import cache
@@ -226,3 +227,11 @@ def test_sampler_and_learner_reach_no_run():
     """Each is made and used by anybody with a loop of their own, so neither needs a configuration or a run."""
     for name in ("learner.learner", "rollout.sampler"):
         assert not {other for other in reached(name) if room_of(other) in ("config", "run", "record", "train")}
+
+
+def test_what_benchmarks_take_from_the_tests_is_there():
+    for path in (ROOT.parent / "benchmarks").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), path.name

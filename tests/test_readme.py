@@ -1,31 +1,22 @@
 """README, docs and the one-page example: their code runs on a tiny configuration, and their commands parse."""
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
 import io
 import re
 import shlex
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import tyro
 
 import grpo_roc_jax as g
 from grpo_roc_jax import __main__ as commands
-from grpo_roc_jax.commands import plan
-from grpo_roc_jax.commands.chat import ChatConfig
-from grpo_roc_jax.commands.cut_traces import CutTraces
-from grpo_roc_jax.commands.difficulty import DifficultyConfig
-from grpo_roc_jax.commands.evaluate import EvaluateConfig
-from grpo_roc_jax.commands.export import ExportConfig
-from grpo_roc_jax.commands.plot import PlotConfig
-from grpo_roc_jax.commands.serve import ServeConfig
-from grpo_roc_jax.commands.serve_tinker import ServeTinkerConfig
-from grpo_roc_jax.commands.view import ViewConfig
-from grpo_roc_jax.data.gsm8k_traces import TracesConfig
+from grpo_roc_jax.commands import chat, cut_traces, difficulty, evaluate, export, plan, plot, serve, serve_tinker, view
+from grpo_roc_jax.data import gsm8k_traces
+from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.settings.cli import ConfigError
 from tests.test_train import shared_programs as shared_programs  # a fixture
 
@@ -56,25 +47,18 @@ def python_block(containing: str) -> str:
 
 @pytest.mark.usefixtures("one_device")
 def test_the_loop_of_the_readme_takes_two_steps(tiny, capsys):
-    block = python_block("g.make_parts")
-    assert len(block.splitlines()) <= 25
     names = {}
-    exec(block, names)
+    exec(python_block("g.make_parts"), names)
     assert names["run"].step == int(names["run"].train.step) == 2
-    assert len(names["rows"]) == 4
-    assert names["metrics"]["update/fill"] > 0
+    assert len(names["rows"]) == 4 and names["metrics"]["update/fill"] > 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
 
 
 @pytest.mark.usefixtures("one_device")
 def test_the_one_page_example_takes_steps(capsys):
-    spec = importlib.util.spec_from_file_location("one_page", ROOT / "examples" / "grpo_roc_in_one_page.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    page.main(["toy.yaml", *TINY])
+    import_file(str(ROOT / "examples" / "grpo_roc_in_one_page.py")).main(["toy.yaml", *TINY])
     steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [line.split()[1] for line in steps] == ["1", "2"]
-    assert all("kept 4 " in line for line in steps)
+    assert [line.split()[1] for line in steps] == ["1", "2"] and all("kept 4 " in line for line in steps)
 
 
 def test_the_reward_function_of_the_readme_is_called(tiny, monkeypatch):
@@ -85,31 +69,10 @@ def test_the_reward_function_of_the_readme_is_called(tiny, monkeypatch):
     assert called["config"].reward.names[1] in called["functions"]
 
 
-def by_tyro(section: type, *, overrides: bool = False):
-    def parse(words: list[str]) -> None:
-        parsed = tyro.cli(section, args=words, return_unknown_args=overrides)
-        if overrides:
-            g.read_config(*parsed[1])
-
-    return parse
-
-
-class Parsed(Exception):
-    """The words were read; nothing has been run."""
-
-
-def by_argparse(command: str):
-    def parse(words: list[str]) -> None:
-        read = argparse.ArgumentParser.parse_args
-
-        def stop(self, *given):
-            read(self, *given)
-            raise Parsed
-
-        with mock.patch.object(argparse.ArgumentParser, "parse_args", stop), pytest.raises(Parsed):
-            commands.main([command, *words])
-
-    return parse
+def by_tyro(section: type, words: list[str], *, overrides: bool = False) -> None:
+    parsed = tyro.cli(section, args=words, return_unknown_args=overrides)
+    if overrides:
+        g.read_config(*parsed[1])
 
 
 def parse_plan(words: list[str]) -> None:
@@ -118,38 +81,21 @@ def parse_plan(words: list[str]) -> None:
 
 
 def parse_train(words: list[str]) -> None:
-    words = [word for i, word in enumerate(words) if not (word == "full" and words[i - 1] == "--dry-run")]
-    words = [word for word in words if word not in ("--dry-run", "--preflight")]
-    if "--optim.learning_rate" in words:  # `docs/coming_from.md` shows what is said of it
-        with pytest.raises(ConfigError, match=r"did you mean 'optim\.lr'"):
-            g.read_config(*words)
-    else:
+    words = [word for word in words if word not in ("--dry-run", "full", "--preflight")]
+    answer = pytest.raises(ConfigError, match=r"did you mean 'optim\.lr'")  # which `docs/coming_from.md` shows
+    with answer if "--optim.learning_rate" in words else contextlib.nullcontext():
         g.read_config(*words)
 
 
-PARSERS = {
-    "train": parse_train,
-    "sft": parse_train,
-    "evaluate": by_tyro(EvaluateConfig, overrides=True),
-    "difficulty": by_tyro(DifficultyConfig, overrides=True),
-    "chat": by_tyro(ChatConfig, overrides=True),
-    "serve": by_tyro(ServeConfig, overrides=True),
-    "serve --tinker": by_tyro(ServeTinkerConfig, overrides=True),
-    "export": by_tyro(ExportConfig),
-    "view": by_tyro(ViewConfig),
-    "plot": by_tyro(PlotConfig),
-    "plan": parse_plan,
-    "new": by_argparse("new"),
-    "doctor": by_argparse("doctor"),
-    "probe": by_argparse("probe"),
-    "run-tools": by_argparse("run-tools"),
-    "serve-tools": by_argparse("serve-tools"),
-    "cut-traces": by_tyro(CutTraces),
-    "check-data": lambda words: g.read_config(*words[1:]),
-    "replay": lambda words: g.read_config(*words[1:]),
-    "check-reward": by_argparse("check-reward"),
-    "data.gsm8k_traces": by_tyro(TracesConfig),
-}
+PARSERS = dict.fromkeys(("new", "doctor", "probe", "run-tools", "serve-tools", "check-reward"), list)  # are not parsed
+PARSERS |= dict.fromkeys(("train", "sft"), parse_train) | {"plan": parse_plan}
+PARSERS |= dict.fromkeys(("check-data", "replay"), lambda words: g.read_config(*words[1:]))
+ALONE = {"export": export.ExportConfig, "view": view.ViewConfig, "plot": plot.PlotConfig}
+ALONE |= {"cut-traces": cut_traces.CutTraces, "data.gsm8k_traces": gsm8k_traces.TracesConfig}
+LAYERED = {"evaluate": evaluate.EvaluateConfig, "difficulty": difficulty.DifficultyConfig, "chat": chat.ChatConfig}
+LAYERED |= {"serve": serve.ServeConfig, "serve --tinker": serve_tinker.ServeTinkerConfig}
+PARSERS |= {name: partial(by_tyro, config) for name, config in ALONE.items()}
+PARSERS |= {name: partial(by_tyro, config, overrides=True) for name, config in LAYERED.items()}
 """Command, or module with a command line of its own -> what reads the words after it; raises or exits where they are
 wrong."""
 PLACEHOLDERS = {"NAME": "grpo", "RUN": "runs/a", "TARGET": "exported"}
@@ -161,8 +107,7 @@ def command_lines(path: Path) -> list[str]:
     Sessions are left out: `test_pages_run.py` runs them.
     """
     text = re.sub(r"^```console\n.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    text = text.replace("\\\n", " ")
-    text = re.sub(r"\n# *", " \n" if path.suffix == ".md" else "\n", text)
+    text = re.sub(r"\n# *", " \n" if path.suffix == ".md" else "\n", text.replace("\\\n", " "))
     lines = re.findall(r"(?:python -m grpo_roc_jax[ .]|(?<![\w/])grpo-roc )[^\n`]*", text)
     return [re.split(r" #| [&|]|;|\)(?=\W*$)|, ", line)[0].strip() for line in lines if "COMMAND" not in line]
 
@@ -177,15 +122,12 @@ def test_a_command_of_the_pages_parses(path, line, tmp_path, monkeypatch):
             (tmp_path / name).write_text("steps: 1\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    line = re.sub(r"\$\w+", "0", line)
-    words = [re.sub("|".join(PLACEHOLDERS), lambda match: PLACEHOLDERS[match[0]], word) for word in shlex.split(line)]
+    line = re.sub("|".join(PLACEHOLDERS), lambda match: PLACEHOLDERS[match[0]], re.sub(r"\$\w+", "0", line))
+    words = shlex.split(line)
     if words == ["grpo-roc"]:
-        assert commands.main([]) == 0
         return
-    if words[:3] == ["python", "-m", "grpo_roc_jax"]:
-        words = ["grpo-roc", *words[3:]]
-    if words[0] == "grpo-roc":
-        command, rest = words[1], words[2:]
+    if words[0] == "grpo-roc" or words[:3] == ["python", "-m", "grpo_roc_jax"]:
+        command, *rest = words[1 if words[0] == "grpo-roc" else 3 :]
         module = commands.module_of(command)
     else:
         module = command = words[2].removeprefix("grpo_roc_jax.")

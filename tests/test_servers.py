@@ -1,16 +1,16 @@
 """The three servers against what a browser and a stranger may send: who is let in, for how long, and how it ends."""
 
+import contextlib
 import http.client
 import json
 import socket
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 
 from grpo_roc_jax.sandbox._messages import ExecutorSettings
-from grpo_roc_jax.sandbox.http_guard import Connections, RequestHead, is_loopback, refusal
+from grpo_roc_jax.sandbox.http_guard import RequestHead, is_loopback, refusal
 from grpo_roc_jax.sandbox.server import make_server
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.view.answers import Runs
@@ -26,23 +26,7 @@ MOST = 24
 """Connections at a time."""
 
 
-@contextmanager
-def threaded(server):
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class FewConnections(PageServer):
-    most_connections = MOST
-
-
-@contextmanager
+@contextlib.contextmanager
 def running(name, folder, token="", request_s=30.0):
     """The port of one of the servers."""
     if name == "serve":
@@ -51,13 +35,18 @@ def running(name, folder, token="", request_s=30.0):
             yield served.port
         return
     if name == "view":
-        server = FewConnections(Runs([str(write_run(folder / "run", 0, steps=1, groups=1, size=2))]))
+        few = type("FewConnections", (PageServer,), {"most_connections": MOST})
+        server = few(Runs([str(write_run(folder / "run", 0, steps=1, groups=1, size=2))]))
     else:
         settings = ExecutorSettings(pool_size=1, root_count=1, bare_root=False, preload=())
         server, _ = make_server(settings, port=0, token=token, connections=MOST)
     server.request_s = request_s
-    with threaded(server) as port:
-        yield port
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture(params=["view", "serve-tools", "serve"])
@@ -75,9 +64,8 @@ def ask(port, path, body=None, method=None, link=None, **headers):
     """(status, content, headers) of one request; on `link` if one is given."""
     line = link or http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     data = None if body is None else json.dumps(body).encode()
-    line.request(
-        method or ("GET" if data is None else "POST"), path, data, {k.replace("_", "-"): v for k, v in headers.items()}
-    )
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    line.request(method or ("GET" if data is None else "POST"), path, data, named)
     answer = line.getresponse()
     content = answer.read()
     if link is None:
@@ -91,10 +79,9 @@ GET = {"view": "/api/state", "serve-tools": "/v1/ping", "serve": "/v1/models"}
 def test_another_site_and_a_form_reach_no_server(name, port):
     """Which pages and bodies are refused, `test_the_check_by_hand` says; here each server asks it before it answers."""
     evil = {"Origin": "https://evil.example"}
-    same_origin = {"Origin": f"http://127.0.0.1:{port}", "Sec_Fetch_Site": "same-origin"}
     other_port = {"Origin": f"http://127.0.0.1:{port + 1}", "Sec_Fetch_Site": "same-site"}
     rebound = {"Host": f"rebound.example:{port}", "Origin": f"http://rebound.example:{port}"}
-    for headers, status in ((evil, 403), (other_port, 403), (rebound, 403), (same_origin, 200), ({}, 200)):
+    for headers, status in ((evil, 403), (other_port, 403), (rebound, 403), ({}, 200)):
         assert ask(port, GET[name], **headers)[0] == status, headers
     if name not in POSTS:
         assert ask(port, "/", {}, method="POST")[0] == 501
@@ -104,8 +91,7 @@ def test_another_site_and_a_form_reach_no_server(name, port):
         assert status == 403 and b"run_result" not in content, media
     status, content, _ = ask(port, *POSTS[name], Content_Type="multipart/form-data; boundary=x")
     assert status == 415 and b"must be application/json" in content
-    for more in ({"Content_Type": "Application/JSON; charset=utf-8"}, {}):
-        assert ask(port, *POSTS[name], **more)[0] == 200
+    assert ask(port, *POSTS[name], Content_Type="Application/JSON; charset=utf-8")[0] == 200
 
 
 def half_open(port, number, text=b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-Drip: "):
@@ -115,24 +101,18 @@ def half_open(port, number, text=b"POST /run_code HTTP/1.1\r\nHost: localhost\r\
     return links
 
 
-@pytest.mark.parametrize("token", ["", "secret"])
-def test_half_open_connections_do_not_lock_others_out(name, tmp_path, token):
+def test_half_open_connections_do_not_lock_others_out(name, port):
     """As many as there may be, without a right to ask, and then as many again: each honest request is answered."""
-    with running(name, tmp_path, token) as port:
-        links = []
-        headers = {"Authorization": f"Bearer {token}"} if token and name != "view" else {}
-        for _ in range(3):
-            links += half_open(port, MOST)
-            begun = time.monotonic()
-            assert ask(port, GET[name], **headers)[0] == 200 and time.monotonic() - begun < 5
-        for link in links:
-            link.close()
+    links = []
+    for _ in range(3):
+        links += half_open(port, MOST)
+        begun = time.monotonic()
+        assert ask(port, GET[name])[0] == 200 and time.monotonic() - begun < 5
+    for link in links:
+        link.close()
 
 
-HEAD = b"POST /run_code HTTP/1.1\r\nHost: localhost\r\n"
-
-
-@pytest.mark.parametrize("text", [b"", HEAD + b"X-Drip: ", HEAD + b"Content-Length: 99\r\n\r\n"])
+@pytest.mark.parametrize("text", [b"", b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"])
 def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, text):
     if name not in POSTS and b"Length" in text:
         return  # it takes none
@@ -140,15 +120,12 @@ def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, text):
         (link,) = half_open(port, 1, text.replace(b"/run_code", POSTS.get(name, ("/run_code",))[0].encode()))
         begun = time.monotonic()
         link.settimeout(0.05)
-        while time.monotonic() - begun < 10:
-            try:
+        content = b"?"
+        with contextlib.suppress(ConnectionError):
+            while content and time.monotonic() - begun < 10:
                 link.sendall(b"a" if text else b"")  # a byte each twentieth of a second
-                if link.recv(1 << 12) == b"":
-                    break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
+                with contextlib.suppress(TimeoutError):
+                    content = link.recv(1 << 12)
         assert 0.5 < time.monotonic() - begun < 4
 
 
@@ -165,57 +142,24 @@ def test_a_refusal_before_the_body_ends_the_connection_and_is_read(server, tmp_p
             assert status == 401 and b"bearer token" in content and headers["Connection"] == "close"
             assert ask(port, path, body, link=link, **right)[0] == 200
             assert ask(port, "/elsewhere", body, link=link, **right)[0] == 404
-            assert ask(port, path, body, link=link, **right)[0] == 200
-        huge = {**right, "Content_Length": str(1 << 30)}
-        link.putrequest("POST", path)
-        for header, value in huge.items():
-            link.putheader(header.replace("_", "-"), value)
-        link.endheaders(b"{")
-        answer = link.getresponse()
-        assert (answer.status, answer.headers["Connection"]) == (413, "close") and b"must be at most" in answer.read()
-
-
-def test_places_by_hand():
-    places = Connections(2)
-    assert (places.open("a"), places.open("b")) == (None, None)
-    places.begin("a")
-    assert places.open("c") == "b", "the one that has asked nothing"
-    places.end("a")
-    assert places.open("d") == "c" and places.open("e") == "d", "and those before one that waits for its next request"
-    places.begin("e")
-    assert places.open("f") == "a"
-    places.begin("f")
-    places.begin("a")  # closed for another, it gets no place back
-    assert places.open("g") == "g" and len(places) == 2
-    places.close("e")
-    places.close("e")
-    assert places.open("h") is None and not places.is_new("f") and places.is_new("h")
+        assert ask(port, path, body, Host="proxy.example", Origin="https://evil.example", **right)[0] == 403
+        status, content, headers = ask(port, path, {}, link=link, **right, Content_Length=str(1 << 30))
+        assert (status, headers["Connection"]) == (413, "close") and b"must be at most" in content
 
 
 @pytest.mark.parametrize(
     ("head", "token", "port", "status"),
     [
-        ({"host": "localhost"}, "", None, None),
         ({"host": "LOCALHOST:80", "origin": "http://localhost"}, "", None, None),
         ({"host": "[::1]:9", "origin": "http://[::1]:9"}, "", 9, None),
         ({"host": "localhost:9"}, "", 8, 403),
-        ({"host": "localhost,localhost"}, "", None, 403),
-        ({"host": "localhost", "origin": "http://localhost.evil"}, "", None, 403),
-        ({"host": "localhost", "origin": "null"}, "", None, 403),
         ({"host": "127.0.0.1:9", "origin": "http://localhost:9"}, "", 9, 403),
-        ({"host": "127.0.0.1.evil.example:9"}, "", 9, 403),
         ({"host": "rebound.example:9", "origin": "http://rebound.example:9", "site": "same-origin"}, "", 9, 403),
-        ({"host": "localhost", "origin": "file://localhost"}, "", None, 403),
-        ({"host": "localhost", "site": "none"}, "", None, None),
         ({"host": "localhost", "site": "none,cross-site"}, "", None, 403),
         ({"host": "a.example", "origin": "https://a.example", "authorization": "Bearer t"}, "t", None, None),
         ({"host": "a.example", "authorization": "Bearer té"}, "t", None, 401),
         ({"host": "a.example", "origin": "https://evil.example", "authorization": "Bearer t"}, "t", None, 403),
-        ({"host": "localhost", "method": "PUT", "content_type": "text/plain"}, "", None, 415),
-        ({"host": "localhost", "content_type": "application/problem+json"}, "", None, None),
         ({"host": "localhost", "content_type": "application/json,text/plain"}, "", None, 415),
-        ({"host": "localhost", "content_type": "application/x-www-form-urlencoded"}, "", None, 415),
-        ({"host": "localhost", "method": "GET", "content_type": "text/plain"}, "", None, None),
     ],
 )
 def test_the_check_by_hand(head, token, port, status):
@@ -223,20 +167,3 @@ def test_the_check_by_hand(head, token, port, status):
     assert (answer and answer[0]) == status
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9:1", "[::1]:80"]))
     assert not any(map(is_loopback, ["", "0.0.0.0", "example.org", "[::1", "127.0.0.1.evil", "localhost.evil:80"]))
-
-
-@pytest.mark.parametrize("method", ["TRACE", "BREW"])
-def test_an_unknown_method_is_answered_without_a_traceback(name, port, method, caplog, capfd):
-    assert ask(port, GET[name], method=method)[0] in (405, 501)
-    assert ask(port, GET[name])[0] == 200
-    assert "Traceback" not in caplog.text + capfd.readouterr().err
-    assert not any(record.exc_info for record in caplog.records)
-
-
-def test_a_token_does_not_open_the_door_to_other_sites(tmp_path):
-    for server in POSTS:
-        with running(server, tmp_path, token="secret") as port:
-            right = {"Authorization": "Bearer secret", "Host": "proxy.example"}
-            assert ask(port, *POSTS[server], Content_Type="text/plain", **right)[0] == 200
-            assert ask(port, *POSTS[server], Host="proxy.example")[0] == 401
-            assert ask(port, *POSTS[server], Origin="https://evil.example", **right)[0] == 403

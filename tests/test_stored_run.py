@@ -28,10 +28,9 @@ def begin(folder, run_dir, environ, fault=""):
     folder.mkdir(exist_ok=True)
     words = [*TINY, "--eval.every=2", "--resume=auto", "--log.console=plain", f"--run_dir={run_dir}"]
     environment = {**os.environ, **environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), VARIABLE: fault}
+    command = [sys.executable, "-c", DRIVER, *words]
     with open(folder / "said.txt", "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *words], cwd=folder, env=environment, stdout=log, stderr=log
-        )
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
 
 
 def ended(process, folder):

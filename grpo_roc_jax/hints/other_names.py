@@ -1,7 +1,7 @@
 """What settings of other projects are called here: one table, for messages and for the page docs/coming_from.md.
 
-Its rows are in `other_names.csv`; this module imports nothing of the package. `tests/test_coming_from.py` checks every
-name on their right side against the configuration.
+Its rows are in `other_names.csv`; this module imports nothing of the package. `tests/test_cli.py` checks every name
+on their right side against the configuration.
 """
 
 import csv

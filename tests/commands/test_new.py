@@ -1,7 +1,6 @@
 """`grpo-roc new`: the project that it writes passes its own tests and trains."""
 
 import importlib
-import re
 import sys
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 
 import grpo_roc_jax as g
 from grpo_roc_jax.__main__ import main
-from grpo_roc_jax.data.problems import read_rows
 from tests.test_readme import TINY
 
 MODULES = ("tools", "rewards", "test_project")
@@ -35,10 +33,6 @@ def test_a_new_project_passes_its_tests(project, capsys, monkeypatch):
         for name in dir(tests):
             if name.startswith("test_"):
                 getattr(tests, name)()
-    rows = [row["messages"] for _, row in read_rows(project / "data" / "demonstrations.jsonl")]
-    outputs = {message["content"] for row in rows for message in row if message["role"] == "tool"}
-    failed = {text for text in outputs if text.startswith("[exception] ValueError: no #")}  # as the tool itself fails
-    assert failed and outputs - failed <= set(tests.PRICES.values())
     assert main(["check-reward", "rewards.py:asked"]) == 0
     assert main(["check-data", "data/demonstrations.jsonl", "config.yaml"]) == 0
     assert "4000 problems of 4000 rows" in capsys.readouterr().out
@@ -58,17 +52,3 @@ def test_a_directory_that_holds_something_is_left_alone_and_the_next_command_can
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert main(["new", str(tmp_path / "my first")]) == 0
     assert f"next: cd '{tmp_path}/my first' && grpo-roc train config.yaml" in capsys.readouterr().out
-
-
-def test_a_published_model_is_trained_as_the_project_says(project):
-    """With a recipe for it as the base, without the settings of the small policy."""
-    readme = (project / "README.md").read_text(encoding="utf-8")
-    (base,) = re.findall(r"`base: (\S+)`", readme)
-    (out,) = re.findall(r"without the\s+lines ((?:`\w+`(?:, | and )?)+)", readme)
-    rest = [line for line in (project / "config.yaml").read_text().splitlines() if line.partition(":")[0] not in out]
-    lines = [f"base: {base}" if line.startswith("base:") else line for line in rest]
-    Path("published.yaml").write_text("\n".join(lines), encoding="utf-8")
-    config = g.read_config("published.yaml")
-    assert config.model.path and config.text.tools_section and config.text.instruction == "default"
-    assert config.optim.lr < 1e-4 and not config.sft.steps and config.rollout.max_prompt_tokens > 256
-    assert config.environment.kind != "tools" and len(config.reward.functions) == 2

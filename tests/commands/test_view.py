@@ -1,21 +1,22 @@
-"""What is shown is what was trained on; filters, contradictions, escaping, and the speed with a large run."""
+"""What is shown is what was trained on; filters, contradictions, escaping. The figure of `plot`: its numbers (groups of
+runs, means, spreads, the sampled axis) and the file."""
 
-import contextlib
 import io
 import json
-import re
 import socket
 from dataclasses import replace
-from unittest import mock
+from functools import partial
 from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from grpo_roc_jax.commands import view
+from grpo_roc_jax.commands import plot, view
 from grpo_roc_jax.record import trace
-from grpo_roc_jax.record.segments import faults, headline, segments
+from grpo_roc_jax.record.segments import faults, segments
+from grpo_roc_jax.view.curves import by_label, curve, last_third, load_runs, running_mean
+from tests.helpers.knobs import write_lines
 from tests.helpers.samples import make_group
 
 
@@ -23,8 +24,7 @@ def with_trajectory(record, **changes):
     return replace(record, trajectory=replace(record.trajectory, **changes))
 
 
-def log_of(folder):
-    return trace.TraceWriter(folder, decode=lambda ids: f"<{len(ids)} ids>")
+log_of = partial(trace.TraceWriter, decode=lambda ids: f"<{len(ids)} ids>")
 
 
 @pytest.fixture
@@ -33,10 +33,8 @@ def run(tmp_path):
     writer = log_of(tmp_path)
     for step in (1, 2):
         records = trace.eval_records(step, [make_group(10 * step + i, 8) for i in range(2)])
-        records = [
-            replace(record, kept=not i % 2, why=("kept", "quota")[i % 2], penalties={"total": 0.25})
-            for i, record in enumerate(records)
-        ]
+        for i, why in enumerate(["kept", "quota"] * 8):
+            records[i] = replace(records[i], kept=why == "kept", why=why, penalties={"total": 0.25})
         records[3] = replace(records[3], verdict=replace(records[3].verdict, reward=1 / 3))
         writer.write(step, records)
     writer.write(2, trace.eval_records(2, [make_group(99, 3)]), kind="eval")
@@ -60,13 +58,7 @@ def test_segments_cover_the_tokens_and_hold_their_text(run):
         assert inside.all() if segment.kind == "policy" else not inside.any()
     expected = trajectory.logprobs[parts[1].start : parts[1].end].mean()
     assert parts[1].logprob == pytest.approx(expected) and parts[1].versions == (3,)
-    first, second = trace.eval_records(1, [make_group(5, 2)])
-    texts = [s.text for s in segments(second) if s.kind != "policy"]
-    assert texts == [second.problem.prompt + " It rains."] + [r.observation for r in second.trajectory.results]
-    begin, *rest = first.trajectory.turns
-    half = (begin.start + begin.end + 1) // 2
-    cut_turns = (replace(begin, end=half, text="left "), replace(begin, start=half, text="right"))
-    assert segments(with_trajectory(first, turns=(*cut_turns, *rest)))[1].text == "left right"
+    first = trace.eval_records(1, [make_group(5, 2)])[0]
     assert faults(first) == []
     mask = first.trajectory.policy_mask | (np.arange(first.trajectory.length) < 2)
     two = ["turns and policy mask disagree on 2 tokens", "the policy mask covers tokens of the prompt"]
@@ -75,79 +67,49 @@ def test_segments_cover_the_tokens_and_hold_their_text(run):
     assert faults(leaky) == ["log-probabilities off the policy mask"]
 
 
-FILTERS = [
-    ({"step": 2}, lambda r: r.step == 2),
-    ({"uid": "/11"}, lambda r: r.problem.uid == "world:gcd/11"),
-    ({"sample": 3}, lambda r: r.trajectory.sample == 3),
-    ({"reward": 0.0}, lambda r: r.verdict.reward == 0),
-    ({"reward": 0.333333}, lambda r: r.verdict.reward == 1 / 3),
-    ({"status": "no_answer"}, lambda r: r.verdict.status == "no_answer"),
-    ({"kept": "no"}, lambda r: not r.kept),
-    ({"errors": True, "kept": "yes"}, lambda r: r.verdict.tool_errors > 0 and r.kept),
-]
-
-
 def test_filters(run, capsys):
     """The page is asked for the rewards that the filter passes. Filters that match nothing name what there is."""
     every = list(trace.read_trace(run))
-    for options, keep in FILTERS:
+    for options, keep in (
+        ({"step": 2}, lambda r: r.step == 2),
+        ({"uid": "/11"}, lambda r: r.problem.uid == "world:gcd/11"),
+        ({"reward": 0.333333}, lambda r: r.verdict.reward == 1 / 3),
+        ({"status": "no_answer"}, lambda r: r.verdict.status == "no_answer"),
+        ({"errors": True, "kept": "yes"}, lambda r: r.verdict.tool_errors > 0 and r.kept),
+    ):
         expected = [(r.step, r.problem.uid, r.trajectory.sample) for r in every if keep(r)]
         choice = shown(run, **options)
         assert [(r.step, r.problem.uid, r.trajectory.sample) for r in choice.records] == expected
         assert 0 < choice.matched == len(expected) < len(every)
-    for reward in (1 / 3, 0.333333, -1e6 / 7, 0.0):
-        config = view.ViewConfig(("run",), reward=reward)
-        asked = dict(parse_qsl(config.address.partition("?")[2]))
-        assert (float(asked["low"]), float(asked["high"])) == config.rewards
-        assert config.rewards[0] < float(f"{reward:.6g}") < config.rewards[1] or not reward
-    for where in ("--step 7", "--status corect", "--step 2 --status corect"):
-        assert view.main([str(run), *where.split(), "--html", str(run / "page.html")]) == 0
-        out, step = capsys.readouterr().out, 2 if "2" in where else None
-        assert out.startswith("no trajectory matches") and "steps in the log: 1, 2\n" in out
-        count = sum(record.verdict.status == "correct" for record in trace.read_trace(run, step))
-        assert f"statuses in {'step 2' if step else 'the log'}: " in out and f"correct {count}" in out
-        assert not (run / "page.html").exists()
+    config = view.ViewConfig(("run",), reward=1 / 3)
+    asked = dict(parse_qsl(config.address.partition("?")[2]))
+    assert (float(asked["low"]), float(asked["high"])) == config.rewards and config.rewards[0] < 1 / 3
+    assert view.main([str(run), "--step", "2", "--status", "corect", "--text"]) == 0
+    out = capsys.readouterr().out
+    count = sum(record.verdict.status == "correct" for record in every if record.step == 2)
+    assert out.startswith("no trajectory matches") and "steps in the log: 1, 2\n" in out
+    assert "statuses in step 2: " in out and f"correct {count}" in out
 
 
 def test_commands_and_the_newest_step(run, tmp_path, capsys):
     """What they print and write, and what cannot be shown."""
-    none = str(tmp_path / "none")
     assert view.main([str(run), "--html", str(run / "page.html")]) == 0
     assert (run / "page.html").read_text().startswith("<!doctype html>")
-    capsys.readouterr()
     assert view.main([str(run), "--text"]) == 0
     out = capsys.readouterr().out
     assert "2 steps with trajectories" in out and "16 of 16 trajectories match; 13 more" in out
-    assert view.main([none]) == 2 and "neither metrics.jsonl nor trajectories" in capsys.readouterr().err
-    for words in ([none, "--status", "correct"], [str(run), none, "--step", "7"]):
-        assert view.main([*words, "--text"]) == 2
-        assert none in capsys.readouterr().err
-    for words, message in (
-        ("--html a.html --atif b.jsonl", "--html and --atif: one command writes one of them"),
-        ("--port 99999", "--port 99999; must be"),
-        ("--port -1", "--port -1; must be"),
-        ("--limit -1", "--limit -1; must be"),
-    ):
-        with pytest.raises(SystemExit):
-            view.main([str(run), *words.split()])
-        assert message in " ".join(capsys.readouterr().err.split())
-    choice = shown(run)
-    assert {record.step for record in choice.records} == {2} and choice.total == 16
-    assert shown(run, kind="eval").matched == 3
-    with pytest.raises(FileNotFoundError, match=r"log\.traces"):
-        shown(run / "nothing")
-    trace.TraceWriter(tmp_path / "evals").write(3, trace.eval_records(3, [make_group(1, 2)]), kind="eval")
-    assert view.main([str(tmp_path / "evals"), "--text"]) == 2
-    assert "--kind eval shows those that it holds" in capsys.readouterr().err
+    assert view.main([str(tmp_path / "none")]) == 2
+    assert "neither metrics.jsonl nor trajectories" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        assert view.main([str(run), "--port", str(holder.getsockname()[1])]) == 2
+    assert "in use" in capsys.readouterr().err
+    assert {record.step for record in shown(run).records} == {2} and shown(run, kind="eval").matched == 3
     lost = "step: KeyError: 'x' (mine.py, line 3)\nTraceback (most recent call last):\nKeyError: 'x'"
     failed = with_trajectory(shown(run).records[0], stop="infrastructure", fault=lost)
     log_of(run).write(3, [replace(failed, verdict=None, why="removed: infrastructure")])
-    choice = shown(run)
-    assert choice.matched == 1 and shown(run, step=3, reward=0.0).matched == 0
-    assert "removed: infrastructure" in headline(choice.records[0])
     (trajectory,) = answers_in(view.page(view.ViewConfig((str(run),))))["trajectories"].values()
     assert trajectory["verdict"] is None and trajectory["fault"] == lost
-    assert "step: KeyError: 'x' (mine.py, line 3)" in printed(choice.records[0])
+    assert "step: KeyError: 'x' (mine.py, line 3)" in printed(shown(run).records[0])
     assert view.Runs([str(run)]).search(0, "mine.py", [("step", 3)]) == {"step.3": [0]}
 
 
@@ -160,14 +122,11 @@ def printed(record):
 def test_the_terminal_shows_text_calls_verdict_and_reason(run):
     """Markup and escapes in the text of the policy stay text, as on the page."""
     record = next(r for r in shown(run).records if r.verdict.tool_errors)
-    right, wrong, none = (
-        printed(replace(record, verdict=replace(record.verdict, **verdict)))
-        for verdict in ({"status": "correct"}, {"status": "wrong"}, {"status": "wrong", "answer": None})
-    )
+    verdicts = [replace(record.verdict, status=status) for status in ("correct", "wrong")]
+    right, wrong = (printed(replace(record, verdict=verdict)) for verdict in verdicts)
     for text in ("observation, 15 tokens", "<answer>", "exception", "ValueError", " · kept", "reference '7'"):
         assert text in right
     assert "(kept)" not in right and "penalties: total 0.25" in right and "penalties" not in wrong  # not ranked
-    assert "no answer that can be read, reference '7': wrong" in none
     evil = "[bold]x[/nope] </pre><script>alert(1)</script> \x1b[31m"
     record = with_trajectory(record, turns=tuple(replace(turn, text=evil) for turn in record.trajectory.turns))
     assert "[bold]x[/nope]" in printed(record) and "\x1b[31m" not in printed(record)
@@ -181,63 +140,91 @@ def answers_in(html):
     return json.loads(html.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
 
 
-def test_the_page_holds_the_chosen_trajectories_and_the_index_of_their_steps(run, tmp_path):
+def test_the_page_holds_the_chosen_trajectories_and_the_index_of_their_steps(run):
     answers = answers_in(view.page(view.ViewConfig((str(run),), limit=0, step=2)))
-    assert list(answers["blocks"]["0"]) == ["step.2"] and answers["blocks"]["0"]["step.2"]["count"] == 16
     assert list(answers["trajectories"]) == [f"0.step.2.{index}" for index in range(16)]
     assert answers["start"] == "#/rollouts?step=2" and answers["state"][0]["blocks"] == {"step.2": "held"}
     for record, shown_as in zip(shown(run, step=2).records, answers["trajectories"].values(), strict=True):
         assert [s["text"] for s in shown_as["segments"]] == [s.text for s in segments(record)]
         assert (shown_as["why"], shown_as["penalties"]) == (record.why, dict(record.penalties))
-        assert shown_as["verdict"]["status"] == record.verdict.status
-    config = view.ViewConfig((str(run),), limit=5, kept="no", errors=True)
-    assert len(answers_in(view.page(config))["trajectories"]) == min(5, view.choose(config).matched) > 0
-    log_of(tmp_path / "other").write(5, trace.eval_records(5, [make_group(1, 2)]))
-    answers = answers_in(view.page(view.ViewConfig((str(run), str(tmp_path / "other")), limit=0)))
-    assert answers["blocks"].keys() == {"0", "1"} and list(answers["blocks"]["1"]) == ["step.5"]
-    assert len(answers["trajectories"]) == 18
 
 
-def test_the_page_opens_with_the_filters_and_on_another_port_where_its_own_is_taken(run, capsys, monkeypatch):
-    monkeypatch.setattr(view.PageServer, "serve_forever", mock.Mock(side_effect=KeyboardInterrupt))
-    assert view.main([str(run), "--port", "0", "--step", "2", "--errors", "--kept", "yes"]) == 0
-    assert re.match(r"http://127\.0\.0\.1:\d+/#/rollouts\?step=2&kept=yes&calls=failed  \(", capsys.readouterr().out)
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        assert view.main([str(run), "--port", str(holder.getsockname()[1])]) == 2
-        assert "in use" in capsys.readouterr().err
-    with contextlib.ExitStack() as holder:
-        with contextlib.suppress(OSError):  # somebody else has it
-            holder.enter_context(socket.create_server(("127.0.0.1", view.PORT)))
-        assert view.main([str(run)]) == 0
-    assert str(view.PORT) not in capsys.readouterr().out
-
-
-DAMAGES = {
-    "cut": lambda line: line[: len(line) // 2],  # as a full disk does
-    "cut between tokens": lambda line: line[:-100],
-    "zeros": lambda line: bytes(len(line) - 1) + b"\n",
-}
-"""The last one, of the same size, is not noticed before it is read."""
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("how", [["--text"], ["--html", "page.html"], ["--atif", "out.jsonl"]], ids=lambda how: how[0])
-def test_a_damaged_line_costs_that_line(run, tmp_path, capsys, caplog, monkeypatch, damage, how):
-    monkeypatch.chdir(tmp_path)
-    log = run / "trajectories" / "step_00000001.jsonl"
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_damaged_line_costs_that_line(run, tmp_path, capsys, caplog, cut):
+    """Zeros, of the same size, are not noticed before they are read."""
+    page, log = tmp_path / "page.html", run / "trajectories" / "step_00000001.jsonl"
     lines = log.read_bytes().splitlines(True)
-    at = 0 if damage == "zeros" else -1
-    lines[at] = DAMAGES[damage](lines[at])
+    lines[-cut] = lines[-1][:-100] if cut else bytes(len(lines[0]) - 1) + b"\n"
     log.write_bytes(b"".join(lines))
-    known = 16 if damage == "zeros" else 15
-    for words, matched, left in ((["--uid", "gcd"], known + 16, 31), (["--step", "1"], known, 15)):
-        assert view.main([str(run), *how, *words, "--limit", "0"]) == 0
-        out = capsys.readouterr().out
-        assert f"{matched} of {matched} trajectories match" in out or f" of {matched} matching trajectories)" in out
-        assert "--atif" not in how or f"({left} of" in out
-    assert caplog.messages == [f"{log}, line {1 if at == 0 else 16}: cannot be read and is left out"]
-    if "--html" in how:
-        answers = answers_in((tmp_path / "page.html").read_text())
-        assert len(answers["trajectories"]) == 15 and answers["evaluations"]["rows"]
-        assert answers["blocks"]["0"]["step.1"].get("unreadable", []) == ([16] if at else [])
+    known = 15 if cut else 16
+    for words, matched in ((["--uid", "gcd"], known + 16), (["--step", "1"], known)):
+        assert view.main([str(run), "--html", str(page), *words, "--limit", "0"]) == 0
+        assert f" of {matched} matching trajectories)" in capsys.readouterr().out
+    assert caplog.messages == [f"{log}, line {16 if cut else 1}: cannot be read and is left out"]
+    answers = answers_in(page.read_text())
+    assert len(answers["trajectories"]) == 15 and answers["evaluations"]["rows"]
+    assert answers["blocks"]["0"]["step.1"].get("unreadable", []) == [16] * cut
     assert len(list(trace.read_trace(run, 1))) == 15 and len(list(trace.read_trace(run))) == 31
+
+
+def make_run(path, rewards, sampled=10.0, **settings):
+    path.mkdir()
+    rows = [{"step": i, "rollout/reward": v, "rollout/sampled": sampled} for i, v in enumerate(rewards, 1)]
+    write_lines(path / "metrics.jsonl", rows)
+    (path / "config.yaml").write_text(json.dumps(settings))
+
+
+@pytest.fixture
+def seeds(tmp_path):
+    """Two seeds of roc, two of none; the second roc run is one step shorter."""
+    values = {"a": [0.0, 0.5, 1.0], "b": [0.5, 1.0], "c": [0.1] * 3, "d": [0.3] * 3}
+    for name, kind, seed in (("a", "roc", 0), ("b", "roc", 1), ("c", "none", 0), ("d", "none", 1)):
+        make_run(tmp_path / name, values[name], seed=seed, name=name, resample={"method": kind}, lr=1.0)
+    return tmp_path
+
+
+def labels(runs, **options):
+    return {label: [run.path.name for run in members] for label, members in by_label(runs, **options).items()}
+
+
+def test_runs_that_differ_in_the_seed_alone_share_a_label(seeds):
+    loaded = load_runs([str(seeds / "*")])
+    assert labels(load_runs([f"a=b={seeds}/[ab]"])) == {"a=b": ["a", "b"]}, "up to the last equals sign before a path"
+    assert labels(loaded) == {"resample.method=roc": ["a", "b"], "resample.method=none": ["c", "d"]}
+    assert labels(loaded, each=True) == {name: [name] for name in "abcd"}
+    assert labels(loaded, group_by=["seed"]) == {"seed=0": ["a", "c"], "seed=1": ["b", "d"]}
+    with pytest.raises(ValueError, match="--group_by sed: no run has such a setting; near: seed"):
+        labels(loaded, group_by=["sed"])
+
+
+def test_the_figure_has_every_panel_and_is_written(seeds, capsys):
+    """Mean and spread over the runs that have the step."""
+    series = curve(load_runs([f"{seeds}/a", f"{seeds}/b"]), "rollout/reward")
+    assert (series.x.tolist(), series.mean.tolist()) == ([1, 2, 3], [0.25, 0.75, 1.0])
+    assert np.allclose(series.std, [np.sqrt(0.125), np.sqrt(0.125), 0.0])
+    figure = plot.draw(load_runs([str(seeds / "*")]), plot.PlotConfig((str(seeds),)))
+    first = figure.axes[0]
+    assert len(figure.axes) == 8 and len(first.collections) == 2, "one band per label"
+    assert first.lines[0].get_ydata().tolist() == [0.25, 0.75, 1.0]
+    assert any("not recorded" in text.get_text() for text in figure.axes[2].texts)
+    assert plot.main([f"{seeds}/*", "--out", f"{seeds}/deep/f.png", "--x", "sampled"]) == 0
+    assert (seeds / "deep" / "f.png").read_bytes()[:4] == b"\x89PNG"
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resample.method=none"))
+    assert row.split()[1:5] == ["2", "0.2000", "±", "0.1414"]
+    for words, message in (([f"{seeds}/a", "--out", "p.xyz"], "--out p.xyz"), ([f"{seeds}/z*"], "no directory")):
+        assert plot.main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_means_over_steps_and_over_what_was_sampled(tmp_path):
+    """Of the last steps, whether they have null or no value at all."""
+    steps, values = np.arange(6), np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan])
+    assert running_mean(steps, values, 2)[:5].tolist() == [1.0, 1.0, 3.0, 4.0, 5.0]
+    rows = [{"step": i, "rollout/reward": float(i)} for i in range(1, 31)]
+    rows[29]["eval/all/avg@1"] = 0.5
+    assert (last_third(rows, "rollout/reward"), last_third(rows, "eval")) == (np.mean(range(21, 31)), 0.5)
+    make_run(tmp_path / "a", [0.25, 0.5, 0.75, 1.0])
+    make_run(tmp_path / "b", [0.5, 1.0], sampled=20.0)
+    series = curve(load_runs([str(tmp_path / "[ab]")]), "rollout/reward", x="sampled")
+    assert series.x.tolist() == [20, 20 + 20 / 3, 20 + 40 / 3, 40]
+    assert np.allclose(series.mean, series.x / 40) and np.allclose(series.std, 0)

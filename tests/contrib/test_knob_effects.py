@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,61 +23,42 @@ from grpo_roc_jax.stream.samplers import SamplerPool, own_config
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities
 from grpo_roc_jax.types import Problem, ToolResult, Turn
-from tests.helpers.knobs import made, only, seen, table
+from tests.helpers.knobs import only, seen, table
 from tests.helpers.knobs_host import judged
 from tests.helpers.knobs_step import step
 from tests.helpers.knobs_tools import program
 from tests.test_knob_effects import BY_CONTRIB, accepted_by, changes_something, contrib_rewards, sections
 
 
-class Connection:
-    """Replaces HTTP connections: records requests and answers as the services would."""
-
-    log: ClassVar[list[tuple]] = []
-    open_now = peak = 0
-    lock = threading.Lock()
-    together: threading.Event
-
-    def __init__(self, host: str, port: int, *, secure: bool):
-        self.where, self.deadline, self.sock = (host, port), 0.0, None
-
-    def request(self, method: str, target: str, payload: bytes | None, headers: dict) -> None:
-        self.target, self.body = target, json.loads(payload or b"null")
-
-    def close(self) -> None: ...
-
-    def getresponse(self) -> Any:
-        kind = type(self)
-        count = len(self.body["submissions"]) if self.body and "submissions" in self.body else 1
-        with self.lock:
-            kind.log.append((self.where, self.target, round(self.deadline - time.monotonic()), count))
-            kind.open_now += 1
-            kind.peak = max(kind.peak, kind.open_now)
-            if kind.peak >= 3:
-                kind.together.set()
-        if self.body and not kind.together.wait(1.0):
-            kind.together.set()  # there is no third at a time; the next ones need not wait for it
-        with self.lock:
-            kind.open_now -= 1
-        answers = [{"success": True, "run_success": True, "stdout": "", "stderr": "", "cost": 0.0}] * count
-        return SimpleNamespace(
-            status=500 if self.body else 200, read=lambda most: json.dumps({"results": answers}).encode()
-        )
-
-
 def requests_of(config: Config) -> Any:
-    """Requests that reach a service which fails: where to, how often, how many at a time and together."""
-    Connection.log, Connection.peak, Connection.open_now, Connection.together = [], 0, 0, threading.Event()
+    """Requests that reach a service which fails: where to, how often, how many together, and whether one at a time."""
+    log: list[tuple] = []
+    threads: set[int] = set()
+
+    class Connection:
+        sock, deadline = None, 0.0
+
+        def __init__(self, host: str, port: int, *, secure: bool):
+            self.where = host, port
+
+        def request(self, method: str, target: str, payload: bytes | None, headers: dict) -> None:
+            self.status, programs = 500 if payload else 200, json.loads(payload or b"{}").get("submissions", "1")
+            log.append((self.where, target, round(self.deadline - time.monotonic()), len(programs)))
+            if payload:
+                threads.add(threading.get_ident())
+                time.sleep(0.05)  # so that the next one needs a thread of its own
+
+        def close(self) -> None: ...
+
+        def getresponse(self) -> Any:
+            return SimpleNamespace(status=self.status, read=lambda most: b"{}")
+
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
-    patched = (
-        mock.patch.object(remote, "TimedConnection", Connection),
-        mock.patch.multiple(
-            remote, time=clock, BATCH_WAIT_S=5.0 if config.tools.executor.kind == "code_judge" else 0.0
-        ),
-    )
-    with patched[0], patched[1], make_executor(config.tools) as executor:
+    batch_wait_s = 5.0 if config.tools.executor.kind == "code_judge" else 0.0
+    patched = mock.patch.multiple(remote, TimedConnection=Connection, time=clock, BATCH_WAIT_S=batch_wait_s)
+    with patched, make_executor(config.tools) as executor:
         executor.run([program(str(i), "1") for i in range(4)])
-    return sorted(Connection.log), min(Connection.peak, 3)
+    return sorted(log), len(threads) == 1
 
 
 def actors(config: Config) -> Any:
@@ -94,11 +75,10 @@ def actors(config: Config) -> Any:
         return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 
     ray = mock.MagicMock(get=lambda value, timeout: value)
-    ray.exceptions.RayError = RuntimeError
-    options = ray.remote.return_value.options
+    ray.exceptions.RayError, options = RuntimeError, ray.remote.return_value.options
     options.return_value.remote.side_effect = actor
     with mock.patch.dict(sys.modules, {"ray": ray}), make_executor(config.tools) as executor:
-        assert all(result.ok for result in executor.run([program(str(i), "1") for i in range(8)]))
+        executor.run([program(str(i), "1") for i in range(8)])
         return [call.kwargs for call in options.call_args_list], executor.capabilities.workers
 
 
@@ -113,40 +93,35 @@ def sampler_actors(config: Config) -> Any:
     with mock.patch.dict(sys.modules, {"ray": ray}), mock.patch.dict(os.environ):
         transport = RayTransport(samplers, print, (), 0)
         pool = SamplerPool(transport, sampling, samplers.count, samplers.timeout_s, clock=lambda: now[0])
-    options = ray.remote.return_value.return_value.options
-    count = options.return_value.remote.call_count
     for member in pool.members:
         member.ready = True
     lost = []
     for now[0] in (0.0, 100.0, 200.0):
         pool.advance(0.0)
         lost.append(len(pool.take_notes()))
-    sharding = own_config(config).sharding
-    return ray.init.call_args.kwargs, options.call_args.kwargs, count, sharding, lost
-
-
-class Recorded:
-    """Instead of a client of OpenEnv."""
-
-    latest: ClassVar["Recorded"]
-
-    def __init__(self, **given: Any):
-        self.given, self.asked = given, []
-        Recorded.latest = self
-
-    async def close(self) -> None: ...
-
-    async def step(self, action: Any = None, **row: Any) -> Any:
-        self.asked.append(action)
-        observation = {"a": "1", "b": "2", "tools": [{"name": "add", "input_schema": {}}]}
-        return SimpleNamespace(observation=observation, reward=0.0, done=False)
-
-    connect, reset = close, step
+    options = ray.remote.return_value.return_value.options
+    started = ray.init.call_args.kwargs, options.call_args.kwargs, options.return_value.remote.call_count
+    return started, own_config(config).sharding, lost
 
 
 def asked_of_package(config: Config) -> Any:
     """What the packages behind an adapter are asked for, with a stand-in for each."""
-    package, choice = mock.MagicMock(GenericEnvClient=Recorded), config.environment
+    asked, choice = [], config.environment
+
+    class Client:
+        def __init__(self, **given: Any):
+            asked.append(given)
+
+        async def close(self) -> None: ...
+
+        async def step(self, *action: Any, **row: Any) -> Any:
+            asked.append(action)
+            observation = {"a": "1", "b": "2", "tools": [{"name": "add", "input_schema": {}}]}
+            return SimpleNamespace(observation=observation, reward=0.0, done=False)
+
+        connect = reset = step
+
+    package = mock.MagicMock(GenericEnvClient=Client)
     names = "openenv openenv.core openenv.core.generic_client verifiers verifiers.v1 verifiers.v1.utils"
     names = [*names.split(), "verifiers.v1.utils.loaders"]
     with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
@@ -156,9 +131,9 @@ def asked_of_package(config: Config) -> Any:
             adapter("contrib.environments.verifiers_tasks", "verifiers").environment_of(choice)
             return str(package.mock_calls[0])
         made = adapter("contrib.environments.openenv_server", "openenv").openenv_class(choice)()
-        seen = asyncio.run(made.reset(Problem("p", "?", "1", "knobs")))
+        shown = asyncio.run(made.reset(Problem("p", "?", "1", "knobs")))
         asyncio.run(made.step(Turn(0, 1, "go")))
-        return [seen, Recorded.latest.given, Recorded.latest.asked, len(made.schemas)]
+        return shown, asked, len(made.schemas)
 
 
 def labels(problem: Problem) -> list[float]:
@@ -220,11 +195,6 @@ def test_setting_changes_something(key):
 
 def test_every_setting_that_the_core_leaves_to_contrib_has_a_case():
     assert set(CASES) == BY_CONTRIB | contrib_rewards()
-
-
-def test_cuts_are_of_one_rollout():
-    with pytest.raises(ValueError, match="cuts of one"):
-        made({"plan.second": {"kind": "serial"}, "plan.budget": "knapsack", "resample": "none"})
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

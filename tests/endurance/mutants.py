@@ -39,19 +39,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-AREAS = {
-    "method": ["method/**/*.py"],
-    "loss": ["learner/loss.py"],
-    "pack": ["learner/pack.py"],
-    "update": ["learner/update.py"],
-    "engine": ["engine/*.py"],
-    "rollout": ["rollout/*.py"],
-    "model": ["model/*.py"],
-    "reward": ["reward/*.py"],
-    "tools": ["tools/*.py"],
-    "sandbox": ["sandbox/*.py"],
-    "checkpoint": ["record/checkpoint.py", "record/checkpoint_files.py", "record/codec.py"],
-}
+AREAS = {"method": ["method/**/*.py"]} | {name: [f"learner/{name}.py"] for name in ("loss", "pack", "update")}
+AREAS |= {room: [f"{room}/*.py"] for room in ("engine", "rollout", "model", "reward", "tools", "sandbox")}
+AREAS |= {"checkpoint": ["record/checkpoint.py", "record/checkpoint_files.py", "record/codec.py"]}
 ROOMS = {"sample": "run", "loss": "learner", "pack": "learner", "update": "learner", "checkpoint": "record"}
 """Area -> folder of its tests, where the names differ."""
 SWAPS: dict[type, type] = {
@@ -116,10 +106,8 @@ def edits_of(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
                 yield "condition", test, ast.UnaryOp(ast.Not(), test)
         case ast.Constant(value=bool(value)):
             yield "constant", node, ast.Constant(not value)
-        case ast.Constant(value=int(value)):
-            yield "constant", node, ast.Constant(value + 1)
-        case ast.Constant(value=float(value)):
-            yield "constant", node, ast.Constant(value * 2 or 1.0)
+        case ast.Constant(value=int() | float() as value):
+            yield "constant", node, ast.Constant(value + 1 if isinstance(value, int) else value * 2 or 1.0)
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
             yield "return", value, ast.Constant(None)
     for name, value in ast.iter_fields(node):
@@ -265,12 +253,8 @@ def table(lines: list[dict[str, Any]]) -> dict[str, Any]:
     for line in counted:
         areas[line["area"]][line["outcome"]] += 1
     survived = sum(line["outcome"] in ("survived", "no tests") for line in counted)
-    return {
-        "mutants": len(judged),
-        "equivalent": len(judged) - len(counted),
-        "noticed": 1 - survived / max(1, len(counted)),
-        "areas": {area: dict(counts) for area, counts in areas.items()},
-    }
+    shares = {"equivalent": len(judged) - len(counted), "noticed": 1 - survived / max(1, len(counted))}
+    return {"mutants": len(judged), **shares, "areas": {area: dict(counts) for area, counts in areas.items()}}
 
 
 def read(path: Path | None) -> list[dict[str, Any]]:
@@ -308,9 +292,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begins no mutant after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", type=Path, help="run the mutants of this list that still exist, instead of drawing")
-    parser.add_argument(
-        "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th from the I-th"
-    )
+    share = {"nargs": 2, "type": int, "default": (0, 1), "metavar": ("I", "N")}
+    parser.add_argument("--share", **share, help="every N-th from the I-th")
     options, begun = parser.parse_args(), time.monotonic()
     lines = read(options.out)
     done = {line["mutant"] for line in lines}
@@ -338,8 +321,7 @@ def main() -> int:
     for line in lines:
         if line.get("outcome") == "survived" and earlier.get(line["mutant"]) == "noticed":
             print(f"noticed before, not now: {json.dumps(line)}")
-    report = table(lines)
-    print(json.dumps(report))
+    print(json.dumps(report := table(lines)))
     return int(report["noticed"] < options.at_least)
 
 

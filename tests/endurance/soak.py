@@ -20,29 +20,20 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from chaos import children
-
-from grpo_roc_jax.config import read_config
+import grpo_roc_jax as g
 from grpo_roc_jax.process.points import injected, listening
 from grpo_roc_jax.record.metrics import read_metrics, series
-from grpo_roc_jax.train import train
 
-FAULTS = (
-    "rollout.turn=raise@1",
-    "tool.submit=raise@1",
-    "traces.write=enospc@1",
-    "metrics.write=enospc@1",
-    "checkpoint.write=enospc@1",
-    "update.weights=nan@1",
-    "kill worker",
-    "kill executor",
-)
-WARM_STEPS = 50
-"""Steps before memory is expected to be flat."""
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+from tests.helpers.arena import alive, descendants
+
+POINTS = ("rollout.turn=raise", "tool.submit=raise", "traces.write=enospc", "metrics.write=enospc")
+POINTS += ("checkpoint.write=enospc", "update.weights=nan")
+FAULTS = (*(f"{point}@1" for point in POINTS), "kill worker", "kill executor")
+WARM_STEPS, PAGE = 50, os.sysconf("SC_PAGESIZE")
+"""Steps before memory is expected to be flat; bytes."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """glibc gives back what is freed. Else it keeps up to 60 MB of freed buffers, more in some steps than in others."""
-PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class Faults:
@@ -50,23 +41,20 @@ class Faults:
 
     def __init__(self, every: int, seed: int):
         self._every, self._rng, self._armed = every, random.Random(seed), contextlib.ExitStack()
-        self.close, self.steps = self._armed.close, 0
-        self.chosen: Counter[str] = Counter()
-        self.memory_mb: list[float] = []
+        self.close, self.chosen, self.memory_mb = self._armed.close, Counter(), []
 
     def __call__(self, point: str) -> None:
         if point != "sample":
             return
         self.memory_mb.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 2**20)
-        self.steps += 1
         self._armed.close()
-        if self.steps % self._every:
+        if len(self.memory_mb) % self._every:
             return
         fault = self._rng.choice(FAULTS)
         self.chosen[fault] += 1
         if not fault.startswith("kill"):
             self._armed.enter_context(injected(fault))
-        elif family := children(os.getpid()):
+        elif family := sorted(filter(alive, descendants(os.getpid()))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(family[0] if "executor" in fault else family[-1], signal.SIGKILL)
 
@@ -88,23 +76,18 @@ def main() -> int:
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     descriptors = len(os.listdir("/proc/self/fd"))
     with listening(faults), contextlib.closing(faults):
-        train(read_config("toy.yaml", *words, "--tools.workers=2", *options.words))
-    rows = read_metrics(options.run_dir)
+        g.train_policy(g.read_config("toy.yaml", *words, "--tools.workers=2", *options.words))
+    rows, memory = read_metrics(options.run_dir), np.array(faults.memory_mb[WARM_STEPS:])
     _, rewards = series(rows, "rollout/reward")
-    memory = np.array(faults.memory_mb[WARM_STEPS:])
     slope = float(np.polyfit(np.arange(len(memory)), memory, 1)[0] * 100) if len(memory) > 10 else None
-    report = {
-        "steps": len(rewards),
-        "faults": dict(faults.chosen),
-        "reward_last_10": float(np.mean(rewards[-10:])),
-        "skipped_updates": float(sum(row.get("update/skipped", 0.0) for row in rows)),
-        "lost_share": float(np.mean([row.get("verdict/infrastructure", 0.0) for row in rows if row["step"]])),
-        "host_mb_per_100_steps": slope,
-        "host_mb": [round(mb, 1) for mb in faults.memory_mb[::20]],
-        "processes_left": len(children(os.getpid())),
-        "descriptors_more": len(os.listdir("/proc/self/fd")) - descriptors,
-        "temporary_files_left": sorted(os.listdir(scratch)),
-    }
+    lost = [row.get("verdict/infrastructure", 0.0) for row in rows if row["step"]]
+    report = {"steps": len(rewards), "faults": faults.chosen, "reward_last_10": float(np.mean(rewards[-10:]))}
+    report |= {"skipped_updates": float(sum(row.get("update/skipped", 0.0) for row in rows))}
+    report |= {"lost_share": float(np.mean(lost)), "host_mb_per_100_steps": slope}
+    memory_mb = [round(mb, 1) for mb in faults.memory_mb[::20]]
+    report |= {"host_mb": memory_mb, "processes_left": sum(map(alive, descendants(os.getpid())))}
+    report |= {"descriptors_more": len(os.listdir("/proc/self/fd")) - descriptors}
+    report |= {"temporary_files_left": sorted(os.listdir(scratch))}
     print(json.dumps(report))
     return 0
 

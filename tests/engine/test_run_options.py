@@ -1,23 +1,22 @@
-"""Deadlines, early exit, carry-over, stop texts, refusals: whatever ends or alters a row besides its own tokens."""
+"""Whatever ends or alters a row besides its own tokens, and an engine whose rows queue, come, leave and go on."""
 
-import io
 import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
-from grpo_roc_jax.engine.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
+from grpo_roc_jax.engine.config import DroppedRows, PartialRows, SamplingConfig
 from grpo_roc_jax.engine.engine import make_engine
-from grpo_roc_jax.engine.protocol import RolloutProgress, RunOptions, SingleTurn, rollout_display
-from grpo_roc_jax.engine.table import awaits_observation
-from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.record.loggers import ConsoleWriter
-from tests.helpers.engine_checks import assert_same
+from grpo_roc_jax.engine.protocol import RunOptions, SingleTurn
+from grpo_roc_jax.engine.scheduler import Scheduler, expand
+from grpo_roc_jax.engine.table import SlotTable, awaits_observation, from_prompt
+from tests.helpers.engine_checks import assert_same, assert_versions
+from tests.helpers.reference import random_params
 from tests.helpers.rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, StopPairs, make_requests, one_rollout, variant
 
 
@@ -33,9 +32,7 @@ class HangingTools(FakeTools):
     def __init__(self, requests, hanging, proven=None):
         super().__init__(requests)
         self.hanging, self.proven, self.seconds = set(hanging), proven, 0.0
-
-    def clock(self):
-        return self.seconds
+        self.clock = lambda: self.seconds
 
     def poll(self, timeout_s):
         if all(index in self.hanging for _, index, _ in self.pending):
@@ -76,40 +73,6 @@ def test_a_fault_in_one_row_costs_that_row(params, twelve, caplog):
     assert_same([rollouts[i] for i in others], [expected[i] for i in others])
 
 
-@pytest.mark.parametrize("how", ["a batch", "a batch beside others", "the pool"])
-def test_rows_that_are_given_up_are_cancelled_and_the_others_go_on(params, twelve, how):
-    requests, expected = twelve
-    engine = variant()
-    sampler, rows, ended = engine.publish(params, 5), {}, {}
-
-    class Noting(FakeTools):
-        def completed(self, index, trajectory):
-            ended[index] = trajectory.stop
-            return trajectory
-
-    def interrupt():
-        if len(tools.ended) > 4:
-            raise KeyboardInterrupt
-
-    tools, options = Noting(requests[6:]), RunOptions(2, before_chunk=interrupt)
-    if how == "a batch beside others":
-        engine.submit(sampler, requests[:6], FakeTools(requests[:6]))
-        rows |= engine.advance()
-    with pytest.raises(KeyboardInterrupt):
-        if how == "the pool":
-            engine.submit(sampler, requests[6:], tools, options)
-            while True:
-                engine.advance()
-        engine.run(sampler, requests[6:], tools, options)
-    if how == "the pool":
-        engine.release()
-    assert tools.cancels == [index for index in range(6) if ended[index] == "cancelled"] and tools.cancels
-    while ended := engine.advance():
-        rows |= ended
-    again, _ = engine.run(sampler, requests[6:], FakeTools(requests[6:]))
-    assert_same([*map(rows.get, sorted(rows)), *again], expected[0 if rows else 6 :])
-
-
 def test_trajectory_and_step_deadlines(params):
     requests = make_requests(2, 4)
     tools = HangingTools(requests, range(8))
@@ -117,9 +80,8 @@ def test_trajectory_and_step_deadlines(params):
     assert stats.stops["deadline"] + stats.stops["eos"] + stats.stops["length"] == 8 and stats.stops["deadline"] > 0
     tools = HangingTools(requests, range(8))
     rollouts, stats = configured(params, requests, tools, clock=tools.clock, step_limit=DroppedRows(0.3))()
-    assert tools.seconds <= 0.31
     assert stats.stops["deadline"] == sum(map(awaits_observation, rollouts)) > 0
-    assert sum(stats.stops.values()) == 8
+    assert tools.seconds <= 0.31 and sum(stats.stops.values()) == 8
 
 
 def test_early_exit_cancels_what_a_decided_group_no_longer_needs(params):
@@ -137,12 +99,6 @@ def test_early_exit_cancels_what_a_decided_group_no_longer_needs(params):
     assert finished == [0, 0, 1, 1, 2, 2] and stats.stops["cancelled"] == 12
     for a, b in zip(rollouts, expected, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens[: len(a.tokens)])
-    seen, note = [], SimpleNamespace(update=lambda **figures: seen.append(figures))
-    _, stats = configured(params, requests, FakeTools(requests))(cancel_policy=cancel_policy, progress=note)
-    assert stats.stops["cancelled"] == 0, "off by default"
-    assert seen[-1] | {"tokens": 0} == {"live": 0, "waiting": 0, "done": 18, "total": 18, "tokens": 0}
-    assert any(figures["waiting"] for figures in seen)
-    assert all(figures["live"] + figures["waiting"] <= ROLLOUT.slots for figures in seen)
 
 
 def test_partial_rows_continue_exactly_where_they_stopped(params, twelve):
@@ -167,9 +123,7 @@ def test_partial_rows_continue_exactly_where_they_stopped(params, twelve):
     engine = variant()
     second, _ = engine.run(engine.publish(params, 6), resumed, tools)
     assert_same(second, [expected[i] for i in cut], atol=5e-6, versions=False)
-    for i, rollout in zip(cut, second, strict=True):
-        edge, mask = len(first[i].tokens), rollout.policy_mask
-        np.testing.assert_array_equal(rollout.versions[mask], np.where(np.arange(rollout.length) < edge, 5, 6)[mask])
+    assert_versions(second, [first[i] for i in cut], 5, 6)
 
 
 def test_a_stop_text_rolls_the_row_back(params, twelve):
@@ -184,7 +138,6 @@ def test_a_stop_text_rolls_the_row_back(params, twelve):
         rollouts, stats = configured(params, requests, tools, pipeline=pipeline)()
         assert stats.dropped_tokens >= tools.cut >= 10
         assert stats.sampled_tokens == sum(int(r.policy_mask.sum()) for r in rollouts)
-        assert not any(((turn.tokens[1:-1] + turn.tokens[:-2]) % 5 == 0).any() for turn in tools.ended)
         results.append(rollouts)
     assert_same(*results, atol=0)
     assert_same(results[0], exact)
@@ -204,91 +157,170 @@ def test_a_step_that_is_too_late_draws_one_chunk_and_an_evaluation_is_not_cut(pa
         np.testing.assert_array_equal(row.tokens, other.tokens[: row.length])
 
 
-MODES = [("auto", True, True), ("live", True, True), ("live", False, False), ("auto", False, False)]
-
-
-@pytest.mark.parametrize(("mode", "terminal", "drawn"), [*MODES, ("plain", True, False)])
-def test_progress_is_drawn_on_a_terminal_that_is_asked_for_it_and_never_in_a_file(mode, terminal, drawn):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120, _environ={})
-    with rollout_display(mode, console) as progress:
-        assert isinstance(progress, RolloutProgress) is drawn
-        progress.update(live=4, waiting=2, done=3, total=9, tokens=40)
-        progress.update(live=0, waiting=0, done=9, total=9, tokens=80)
-        progress.update(live=7, waiting=1, done=1, total=8, tokens=10)
-    assert ("4 live · 2 on tools" in out.getvalue() and "7 live · 1 on tools" in out.getvalue()) is drawn
-    assert drawn or not out.getvalue()
-    # Beside the bar of the training it is a line.
-    writer = ConsoleWriter(5, console=Console(file=out, force_terminal=True, width=120, _environ={}))
-    progress = RolloutProgress(writer.bars)
-    progress.update(live=5, waiting=3, done=3, total=9, tokens=40)
-    assert [task.description for task in writer.bars.tasks] == ["training", "rollouts"]
-    progress.update(live=0, waiting=0, done=9, total=9, tokens=80)
-    assert [task.description for task in writer.bars.tasks] == ["training"]
-    writer.close()
-    assert "3 on tools" in out.getvalue() and ConsoleWriter(5, "live", Console(file=io.StringIO())).bars is None
-
-
-@pytest.mark.parametrize(
-    ("requests", "message"),
-    [
-        ([], "group is empty"),
-        ([one_rollout(0, np.arange(41), 5)], "prompt of 41 tokens, must be 1 to 40"),
-        ([one_rollout(0, np.arange(0), 5)], "prompt of 0 tokens"),
-        ([one_rollout(0, np.arange(4), 81)], "budget of 81 tokens, must be 1 to 80"),
-        ([one_rollout(0, np.array([97]), 8)], "prompt ids from 97 to 97"),
-        ([one_rollout(0, None, 8)], "has no prompt ids"),
-        ([one_rollout(0, np.arange(4), 3, prefix=(5, 6, 7))], "begins with 3 response tokens"),
-        (make_requests(2, 3, step=None)[::2] * 2, "requests 0 and 3 both ask for step 0, place 0, sample 0"),
-        (make_requests(1, 1), "find_stop kept 0"),
-    ],
-)
-def test_refused_requests(params, requests, message):
+def test_refused_requests_and_settings(params):
     environment = SingleTurn()
     environment.find_stop = lambda index, new_tokens, before: 0
-    with pytest.raises(ValueError, match=message):
-        configured(params, requests, environment)()
+    for requests, message in (
+        ([one_rollout(0, np.arange(41), 5)], "prompt of 41 tokens, must be 1 to 40"),
+        ([one_rollout(0, np.arange(4), 81)], "budget of 81 tokens, must be 1 to 80"),
+        ([one_rollout(0, np.array([97]), 8)], "prompt ids from 97 to 97"),
+        (make_requests(2, 3, step=None)[::2] * 2, "requests 0 and 3 both ask for step 0, place 0, sample 0"),
+        (make_requests(1, 1), "find_stop kept 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            configured(params, requests, environment)()
+    for changes, message in (
+        ({"attention": "paged"}, r"rollout.attention = 'paged' on cpu.*set rollout.attention xla"),
+        ({"kv_tokens": 100}, "cannot hold one row"),
+        ({"kv_start": 999}, "rollout.kv_start = 999; must be at most the 720 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_engine(MODEL, replace(ROLLOUT, **changes), SamplingConfig(), STOPS)
 
 
-def build(stops=STOPS, mesh=None, vocab_size=None, **rollout):
-    return make_engine(MODEL, replace(ROLLOUT, **rollout), SamplingConfig(), stops, mesh, vocab_size=vocab_size)
+TIGHT = replace(ROLLOUT, block=16, kv_tokens=ROLLOUT.max_row_tokens)
+same_rows = partial(assert_same, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (partial(build, (97,)), r"stop ids \[97\] lie outside .* 97"),
-        (partial(build, (96,), vocab_size=96), r"stop ids \[96\]"),
-        (lambda: build(mesh=make_mesh(ShardingConfig())), "rollout.slots = 6 does not divide over the 8"),
-        (lambda: build(mesh=make_mesh(ShardingConfig()), slots=8, kv_tokens=500), "leaves 62 tokens each"),
-        (lambda: RolloutConfig(kv_tokens=100), "cannot hold one row"),
-        (lambda: RolloutConfig(append_lengths=(32, 16)), "rising lengths"),
-        (lambda: PartialRows(seconds=0), r"seconds\n.*greater than 0"),
-        (lambda: replace(ROLLOUT, kv_start=999), "rollout.kv_start = 999; must be at most the 720 tokens"),
-        (lambda: SamplingConfig(top_p=0.0), r"top_p\n.*greater than 0"),
-    ],
-)
-def test_refused_settings(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
+def started(params, requests, **changes):
+    """(an engine that runs those requests, its weights, the rows that have ended)."""
+    engine = variant(TIGHT, **changes)
+    sampler = engine.publish(params, 5)
+    engine.submit(sampler, requests, FakeTools(requests))
+    return engine, sampler, dict(engine.advance())
+
+
+@pytest.mark.parametrize(("pipeline", "latency"), [("off", 2), ("on", 6)])
+def test_rows_that_give_up_their_blocks_end_as_if_they_had_not(params, baseline, pipeline, latency):
+    """20 rows, 8 blocks: rows are parked while they decode and while they wait, and share prompts."""
+    requests, wanted, *_ = baseline
+    engine = variant(TIGHT, pipeline=pipeline)
+    rows, stats = engine.run(engine.publish(params, 5), requests, FakeTools(requests, latency_polls=latency))
+    same_rows(rows, wanted)
+    assert stats.evictions > 3 and stats.recomputed_tokens > 0 and stats.forks > 0
+
+
+def drain(engine, count):
+    """All rows by ticket; every call returns as soon as one has ended."""
+    rows = {}
+    while ended := engine.advance(60.0):
+        rows |= dict(ended)
+    assert len(rows) == count
+    return rows
+
+
+def test_rows_come_while_others_run_and_leave_as_they_finish(params, baseline):
+    requests, wanted, *_ = baseline
+    engine = variant(TIGHT)
+    sampler = engine.publish(params, 5)
+    first, second = requests[:10], requests[10:]
+    assert engine.advance() == []
+    assert engine.submit(sampler, first, FakeTools(first)) == range(10)
+    rows = dict(engine.advance())
+    assert 1 <= len(rows) < 10
+    assert engine.submit(sampler, second, FakeTools(second), RunOptions()) == range(10, 20)
+    engine.cancel(19)
+    engine.cancel(next(iter(rows)))  # it has ended
+    rows |= drain(engine, 20 - len(rows))
+    assert rows[19].stop == "cancelled" and rows[19].length == len(requests[19].prompt)
+    same_rows([rows[ticket] for ticket in range(19)], wanted[:19])
+    stats = engine.release()
+    assert stats.rollouts == 20 and stats.stops["cancelled"] == 1 and engine.release().rollouts == 0
 
 
 @pytest.mark.parametrize("pipeline", ["off", "on"])
-def test_a_row_goes_on_after_a_stop_id_that_its_environment_holds_back(params, twelve, pipeline):
-    """As if the device had never stopped at it: the same tokens as without these stop ids."""
-    requests, expected = twelve
-    drawn = [int(t) for r in expected for turn in r.turns for t in r.tokens[turn.start : turn.end - 1]]
-    held_ids = sorted(set(drawn), key=drawn.count)[-3:]
+def test_weights_change_between_chunks_and_each_token_has_its_version(params, baseline, pipeline):
+    """The same weights under a new version change no token; other weights change those drawn with them alone."""
+    requests, wanted, *_ = baseline
+    for other in (params, jax.tree.map(lambda leaf: leaf * 1.1, params)):
+        engine, _, rows = started(params, requests, pipeline=pipeline)
+        engine.publish(other, 6)
+        rows |= drain(engine, 20 - len(rows))
+        engine.release()
+        for ticket, row in rows.items():
+            drawn = row.versions[row.policy_mask]
+            assert set(drawn) <= {5, 6} and (np.diff(drawn) >= 0).all()
+            same = row.length if other is params else int(np.argmax(np.append(row.versions, 6) == 6))
+            np.testing.assert_array_equal(row.tokens[:same], wanted[ticket].tokens[:same])
+        assert any({5, 6} <= {*row.versions} for row in rows.values())
 
-    class Holding(FakeTools):
-        asked = 0
 
-        def goes_on(self, index, tokens):
-            self.asked += 1
-            return int(tokens[-1]) in held_ids
+def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, baseline):
+    """An evaluation between two steps: each gets its own rows, in one cache of 8 blocks, and each has its counts."""
+    requests, wanted, *_ = baseline
+    second, third = requests[10:15], requests[15:]
+    engine, sampler, rows = started(params, requests[:10], pipeline="on")
+    batch, stats = engine.run(sampler, second, FakeTools(second), RunOptions(2, "evaluate"))
+    ended = [ticket for ticket in range(10) if ticket not in rows and engine.cut(ticket).stop != "cancelled"]
+    assert ended
+    same_rows([engine.cut(ticket) for ticket in ended], [wanted[ticket] for ticket in ended])
+    engine.submit(sampler, third, FakeTools(third))
+    rows |= drain(engine, 15 - len(rows))
+    of_stream = [*wanted[:10], *wanted[15:]]
+    same_rows([rows[ticket] for ticket in sorted(rows)], of_stream)
+    same_rows(batch, wanted[10:15])  # their requests name the step of their keys
+    for counted, own in ((stats, wanted[10:15]), (engine.take_stats(), of_stream)):
+        sampled = sum(int(row.policy_mask.sum()) for row in own)
+        observed = sum(row.length - row.prompt_length for row in own) - sampled
+        assert (counted.rollouts, counted.sampled_tokens, counted.observation_tokens) == (len(own), sampled, observed)
 
-    tools, stops = Holding(requests), sorted({*STOPS, *held_ids})
-    engine = make_engine(MODEL, replace(ROLLOUT, pipeline=pipeline), SamplingConfig(), stops, seed=11)
-    rollouts, _ = engine.run(engine.publish(params, 5), requests, tools)
-    assert tools.asked >= sum(map(drawn.count, held_ids)) > 3
-    assert_same(rollouts, expected, atol=1e-4)
+
+def test_a_cut_row_goes_on_in_another_engine_as_it_would_have_here(params, baseline):
+    requests, wanted, *_ = baseline
+    engine, _, ended = started(params, requests)
+    cuts = {ticket: engine.cut(ticket) for ticket in range(20) if ticket not in ended}
+    begun = [cut for cut in cuts.values() if cut.policy_mask.any()]
+    assert begun and len(begun) < len(cuts) and {cut.stop for cut in cuts.values()} == {"cancelled"}
+    assert from_prompt(begun[0]).length == begun[0].prompt_length
+    ended |= drain(engine, len(cuts))
+    same_rows([ended[ticket] for ticket in range(20)], wanted)  # a cut takes nothing away
+    again = [replace(requests[ticket], resume=cut) for ticket, cut in cuts.items() if not cut.turns]
+    other = variant()
+    rows, _ = other.run(other.publish(params, 7), again, FakeTools(again))
+    same_rows(rows, [wanted[ticket] for ticket, cut in cuts.items() if not cut.turns], versions=False)
+    assert_versions(rows, [request.resume for request in again], 5, 7)
+
+
+def test_a_deadline_has_passed_only_after_its_time():
+    ended, table, scheduler = [], SlotTable(6, 16), object.__new__(Scheduler)
+    for slot in (0, 1):
+        table.admit(slot, slot, one_rollout(slot, np.array([5, 6, 7], np.int32), 4, temperature=1.0, step=2), 0, 0.0)
+        table.go(slot, 0)
+    scheduler.table, scheduler.submissions, scheduler.clock = table, [], lambda: 10.0
+    scheduler.config = SimpleNamespace(turn_timeout_s=2.0, trajectory_timeout_s=5.0)
+    scheduler.end_early = lambda *ends: ended.append(ends)
+    table.admitted_s[:2] = 5.0
+    table.waiting[0], table.waiting_since_s[0] = True, 8.0
+    scheduler.check_deadlines()
+    assert ended == []
+    table.waiting_since_s[0], table.admitted_s[1] = 7.5, 4.5
+    scheduler.check_deadlines()
+    assert ended == [(0, "deadline"), (1, "deadline")]
+
+
+def test_a_request_becomes_a_row_for_each_sample_and_equal_prompts_of_a_problem_are_shared():
+    prompt = np.arange(4, dtype=np.int32)
+    requests = [replace(one_rollout(0, prompt, None, 3), count=2), one_rollout(0, prompt.copy(), 5, 5, prefix=(7, 8))]
+    requests += [one_rollout(1, prompt, 5, temperature=0.0), one_rollout(0, prompt, 5, step=1)]
+    rows, prompts = expand(requests, 2, 9, 0.7)
+    wanted = [(3, 2, 9, 0.7), (4, 2, 9, 0.7), (5, 2, 5, 0.7), (0, 2, 5, 0.0), (0, 1, 5, 0.7)]
+    assert [(r.first_sample, r.step, r.budget, r.temperature) for r in rows] == wanted
+    assert prompts == [0, 0, 0, 1, 2] and {r.count for r in rows} == {1}
+
+
+def test_rows_are_those_of_a_cache_allocated_at_once():
+    """All rows are admitted in the end and none is evicted; the second run begins with the size of the first."""
+    requests, model = make_requests(4, 3), replace(MODEL, layers=1)  # every size is compiled
+    params = jax.device_put(random_params(model, seed=4))
+    settings = replace(ROLLOUT, block=8), replace(ROLLOUT, block=8, kv_start=32)
+    full_engine, engine = (make_engine(model, each, SamplingConfig(), STOPS, seed=11) for each in settings)
+    wanted, _ = full_engine.run(full_engine.publish(params, 5), requests, FakeTools(requests))
+    sampler = engine.publish(params, 5)
+    assert engine.programs.size.blocks < engine.programs.largest_size.blocks
+    for again in (False, True):
+        before = engine.programs.size.blocks
+        rollouts, stats = engine.run(sampler, requests, FakeTools(requests))
+        assert_same(wanted, rollouts)
+        assert stats.evictions == 0 and (engine.programs.size.blocks > before) is not again
+    names = [cost.name for cost in engine.programs.costs]
+    assert names.count("grow") >= 2 and names.count("decode/6") == 2, "it grew at admission and while rows decoded"

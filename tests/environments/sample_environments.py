@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import tempfile
 import time
-import uuid
 from pathlib import Path
 
-from grpo_roc_jax.environments.environment import Environment, Observation
-from grpo_roc_jax.tools import ToolUnavailable
+from grpo_roc_jax import Environment, Observation, ToolUnavailable
 from grpo_roc_jax.types import ToolResult
 
 ATTEMPTS: list[str] = []
@@ -31,12 +30,6 @@ class Echo(Environment):
         return 10.0
 
 
-class Tools(Environment):
-    """The tool of the executor alone."""
-
-    uses = ("python",)
-
-
 class Sharing:
     """In TRL's form; it changes the columns of its row and the arguments of its calls, which have odd names."""
 
@@ -50,27 +43,15 @@ class Sharing:
         return f"{function}: {self.board}"
 
 
-class Napping(Tools):
-    """Its one tool is slow; its end does nothing."""
-
-    def nap(self):
-        """Sleeps."""
-        time.sleep(0.2)
-
-
 class Counter:
     """The class of TRL's documentation: no base class, typed methods as tools, a reward."""
 
     def reset(self, start=0, **row):
-        self.n, self.row, self.there = start, row, 0
+        self.n, self.there = start, 0
         return f" Start: {self.n}."
 
     def add(self, k: int) -> int:
-        """Add to the counter.
-
-        Args:
-            k: How much.
-        """
+        """Add to the counter."""
         self.n += k
         return self.n
 
@@ -81,36 +62,12 @@ class Counter:
             await asyncio.sleep(0.001)
         return "met"
 
-    @staticmethod
-    def limit() -> str:
-        """Says where the counter ends."""
-        return "100"
-
-    @classmethod
-    def not_a_tool(cls):
-        raise AssertionError
-
-    def _hidden(self):
-        raise AssertionError
-
     def get_reward(self) -> float:
         return float(self.n == 5)
 
 
-def make_counter():
-    return Counter()
-
-
-ERRORS = {
-    "reset": (RuntimeError, "no server"),
-    "reset once": (ValueError, "not yet"),
-    "look": (ToolUnavailable, "closed today"),
-    "look once": (ConnectionResetError, "gone for a moment"),
-    "look error": (ValueError, "nothing there"),
-    "step": (KeyError, "bug"),
-    "step exits": (SystemExit, None),
-    "reward": (ValueError, "lost count"),
-}
+ERRORS = {"reset": RuntimeError("x"), "reset once": ValueError("x"), "step": KeyError("x")}
+ERRORS |= {"look": ToolUnavailable("x"), "look once": ConnectionResetError("x"), "look error": ValueError("x")}
 
 
 class Flaky(Environment):
@@ -118,7 +75,7 @@ class Flaky(Environment):
 
     def reset(self, problem):
         self.how = problem.extra["how"]
-        return self._answer("reset", 7 if self.how == "reset type" else None)
+        return self._answer("reset", None)
 
     def look(self) -> str:
         """Looks."""
@@ -137,12 +94,10 @@ class Flaky(Environment):
         ATTEMPTS.append(method)
         if self.how == "step crashes" and method == "step":
             os._exit(3)
-        if self.how == f"{method} hangs":
-            time.sleep(60)
-        if self.how.startswith(method) and self.how in ERRORS:
-            kind, text = ERRORS[self.how]
-            if "once" not in self.how or ATTEMPTS.count(method) == 1:
-                raise kind(text)
+        time.sleep(60 * (self.how == f"{method} hangs"))
+        again = "once" in self.how and ATTEMPTS.count(method) > 1
+        if self.how.startswith(method) and self.how in ERRORS and not again:
+            raise ERRORS[self.how]
         return value
 
 
@@ -159,11 +114,8 @@ class Answering(Elsewhere):
     answers_calls = True
 
     def step(self, turn):
-        count = sum(result is None for result in turn.results)
-        if "too few" in turn.text:
-            return Observation()
-        wrong = "wrong type" in turn.text
-        return Observation(results=("text",) * count if wrong else (ToolResult("ok", echo="mine"),) * count)
+        count = 0 if "too few" in turn.text else turn.results.count(None)
+        return Observation(results=("text" if "wrong type" in turn.text else ToolResult("ok", echo="mine"),) * count)
 
 
 class Hostile(Environment):
@@ -182,25 +134,19 @@ class Hostile(Environment):
     async def step(self, turn):
         if turn.calls:
             return None
-        if self.how == "exits":
-            raise SystemExit
-        if self.how == "cancels itself":
-            raise asyncio.CancelledError
-        if self.how == "floods":
-            return "<answer>" * 5_000_000
-        if self.how == "cannot be sent":
-            return type("Local", (str,), {})("here")
+        if self.how in ("exits", "cancels itself"):
+            raise SystemExit if self.how == "exits" else asyncio.CancelledError
         if self.how == "forks and dies":
             if os.fork() == 0:
                 os.setsid()
                 time.sleep(20)
-                os._exit(0)
             os._exit(3)
         if self.how == "writes to every connection":
-            for fd in map(int, os.listdir("/proc/self/fd")):
+            for fd in range(3, 4096):
                 with contextlib.suppress(OSError):
-                    os.write(fd, b"\0\0\0\4oops" if fd > 2 else b"")
-        return None
+                    os.write(fd, b"\0\0\0\4oops")
+        answers = {"floods": "<answer>" * 5_000_000, "cannot be sent": type("Local", (str,), {})("here")}
+        return answers.get(self.how)
 
 
 class Ledger(Environment):
@@ -230,54 +176,19 @@ def fails(error):
     raise error
 
 
-Mute = type("Mute", (ValueError,), {"__str__": lambda self: fails(RuntimeError("no words"))})
-
-
 class Reader(Environment):
     """Reads a number from each turn, and has mistakes of its own."""
 
     def step(self, turn):
-        text = turn.text.strip()
         answers = {
             "own": lambda: self.absent,
-            "module": lambda: os.absent,
             "exhausted": lambda: next(iter(())),
             "wrong type": dict,
             "endless": lambda: Observation("more", reward=10**400),
             "raw": lambda: Observation("\n> <answer>", role="raw"),  # goes on in the policy's own turn
-            "mute": lambda: fails(Mute()),
             "offline": lambda: fails(OSError("no route to host")),
-            "unprepared": lambda: fails(RuntimeError("no session")),
         }
-        return answers[text]() if text in answers else Observation(f"next {int(text)}", reward=1.0)
-
-
-class Held(Environment):
-    """Holds a file of its problem's folder from its reset to its end, and leaves others there for what must not be."""
-
-    def reset(self, problem):
-        self.how, self.folder = problem.extra["how"], Path(problem.extra["folder"])
-        self.file = self.folder / str(uuid.uuid4())
-        self.file.touch()
-        if self.how == "reset fails":
-            raise ConnectionError("no server")
-        return "x" * 1000 * (self.how == "too long")
-
-    def step(self, turn):
-        if self.how == "hangs":
-            time.sleep(60)
-        return "go on"
-
-    def get_reward(self):
-        if self.how == "pays late":
-            time.sleep(60)
-        (self.folder / "paid").touch()
-        return 1.0
-
-    def close(self):
-        if not self.file.exists():
-            (self.folder / "closed twice").touch()
-        self.file.unlink()
+        return answers.get(turn.text.strip(), lambda: Observation(f"next {int(turn.text)}", reward=1.0))()
 
 
 class SlowToMake(Environment):
@@ -292,3 +203,27 @@ class SlowToMake(Environment):
 
     def close(self):
         ATTEMPTS.append("closed")
+
+
+class Held(Environment):
+    """Holds a folder of its own from its reset to its end, and leaves files beside it for what must not be."""
+
+    def reset(self, problem):
+        self.how, self.folder = problem.extra["how"], Path(problem.extra["folder"])
+        self.kept = Path(tempfile.mkdtemp(dir=self.folder))
+        if self.how == "reset fails":
+            raise ConnectionError("no server")
+        return "x" * 1000 * (self.how == "too long")
+
+    def step(self, turn):
+        time.sleep(60 * (self.how == "hangs"))
+        return "go on"
+
+    def get_reward(self):
+        (self.folder / "paid").touch()
+        return 1.0
+
+    def close(self):
+        if not self.kept.exists():
+            (self.folder / "closed twice").touch()
+        self.kept.rmdir()

@@ -1,4 +1,4 @@
-"""Environments in real Ray actors: their rollouts are played, and an actor that dies or hangs comes back."""
+"""Environments in real Ray actors: their rollouts are played, and an actor that dies comes back."""
 
 import pytest
 
@@ -20,20 +20,9 @@ def episodes():
 
 def test_rollouts_are_played_and_a_crash_costs_its_own_actor(chat, episodes):
     fine, crash = Play(chat, episodes, how="fine"), Play(chat, episodes, how="step crashes", position=5)
-    assert fine.say(LOOK).count("a door") == 1
-    assert crash.say("hm") == "infrastructure"
+    assert fine.say(LOOK).count("a door") == 1 and crash.say("hm") == "infrastructure"
     crash.end("infrastructure")
     assert fine.say("hm") == "eos" and fine.end()[0].reward == 1.0
     after = Play(chat, episodes, samples=2, how="fine")
     assert [after.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1], "both actors take episodes"
     assert [trajectory.reward for trajectory in after.end()] == [1.0, 1.0]
-
-
-def test_an_actor_whose_operation_never_ends_is_replaced(chat, episodes, monkeypatch):
-    monkeypatch.setattr(episodes, "limit_s", lambda parts: 4.0)
-    play = Play(chat, episodes, how="step hangs")
-    assert play.say("hm") == "infrastructure"
-    play.end("infrastructure")
-    monkeypatch.undo()
-    again = Play(chat, episodes, samples=2, how="fine")
-    assert [again.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1] and again.end()

@@ -117,8 +117,7 @@ class Notebook:
 
 def notebook_at(level: str, **settings: object) -> Iterator[Notebook]:
     require(level)
-    notebook = Notebook(level, **settings)
-    with notebook.executor:
+    with (notebook := Notebook(level, **settings)).executor:
         yield notebook
 
 
@@ -127,116 +126,95 @@ class Arena:
 
     def __init__(self, level: str) -> None:
         self.level, self.numbers, self.stuck = level, itertools.count(), 0
-        self.directory = Path(tempfile.mkdtemp(prefix="grpo-arena-"))
+        self.temporary = tempfile.TemporaryDirectory(prefix="grpo-arena-")
+        self.directory = Path(self.temporary.name)
         self.secret, self.canary = self.directory / "secret.txt", self.directory / "canary.txt"
         self.visits: list[str] = []
         os.environ["ARENA_TOKEN"] = MARK
         self.neighbour = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-        self.services = self._open_services()
-        config = ToolsConfig(
-            level=level, min_level=level, workers=3, roots=1, wall_s=1.5, cpu_s=1.5, memory_mb=384, scratch_mb=32,
-            scratch_files=4000,
-        )  # fmt: skip
-        self.executor: BaseExecutor = make_executor(config)
+        self.abstract, self.path = f"arena-{os.getpid()}-{id(self)}", str(self.directory / "socket")
+        self.services = [socket.create_server(("127.0.0.1", 0))]
+        self.port = self.services[0].getsockname()[1]
+        stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
+        for path, kind in ((self.path, stream), (f"\0{self.abstract}", stream), (f"\0{self.abstract}-dgram", datagram)):
+            self.services.append(service := socket.socket(socket.AF_UNIX, kind))
+            service.bind(path)
+            if kind == stream:
+                service.listen()
+        for service in self.services:
+            threading.Thread(target=self._serve, args=(service,), daemon=True).start()
+        limits = {"wall_s": 1.5, "cpu_s": 1.5, "memory_mb": 384, "scratch_mb": 32, "scratch_files": 4000}
+        self.executor = make_executor(ToolsConfig(level=level, min_level=level, workers=3, roots=1, **limits))
         self.executor.start()
         self.repair()
         self.executor.run([self.call("warm-up", "import numpy")])
         self.memory = resident_kb(self.executor.pid)
 
-    def _open_services(self) -> list[socket.socket]:
-        self.abstract, self.path = f"arena-{os.getpid()}-{id(self)}", str(self.directory / "socket")
-        tcp = socket.create_server(("127.0.0.1", 0))
-        self.port = tcp.getsockname()[1]
-        named, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
-        named.bind(self.path)
-        abstract.bind("\0" + self.abstract)
-        datagram = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        datagram.bind("\0" + self.abstract + "-dgram")
-        for service, name in ((tcp, "tcp"), (named, "named"), (abstract, "abstract")):
-            service.listen()
-            self._serve(name, lambda service=service: service.accept()[0].close())
-        self._serve("datagram", lambda: datagram.recv(64))
-        return [tcp, named, abstract, datagram]
-
-    def _serve(self, name: str, visit: Callable[[], object]) -> None:
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    visit()
-                    self.visits.append(name)
-
-        threading.Thread(target=serve, daemon=True).start()
+    def _serve(self, service: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                if service.type == socket.SOCK_DGRAM:
+                    service.recv(64)
+                else:
+                    service.accept()[0].close()
+                self.visits.append(str(service.getsockname()))
 
     def repair(self) -> None:
         """Restore the canaries."""
-        for path, text in ((self.secret, "SECRET-4711\n"), (self.canary, "alive\n")):
+        gone = [self.directory / "new", self.directory / "canary.txt.gone", *map(Path, LEFT_FILES)]
+        for path in (self.secret, self.canary, *gone):
             path.unlink(missing_ok=True)
+        for path, text in ((self.secret, "SECRET-4711\n"), (self.canary, "alive\n")):
             path.write_text(text)
             path.chmod(0o640)
-        self.canary_info = self.canary.stat()
-        for path in (*map(Path, LEFT_FILES), self.directory / "new", self.directory / "canary.txt.gone"):
-            path.unlink(missing_ok=True)
+        self.known = self.marks()
         self.visits.clear()
 
-    def fill_in(self, code: str) -> str:
-        """The program with the names of this arena filled in."""
-        words = {
-            "SECRET": self.secret, "CANARY": self.canary, "PORT": self.port, "ABSTRACT": self.abstract,
-            "SOCKET": self.path, "NEIGHBOUR": self.neighbour.pid, "EXECUTOR": self.executor.pid, "MARK": MARK,
-        }  # fmt: skip
-        return re.sub("@([A-Z]+)@", lambda word: str(words[word[1]]), code)
-
-    def call(self, name: str, code: str, stdin: str = "") -> CodeCall:
-        return program_call(f"{next(self.numbers)}/{name}", code, input=stdin)
+    def call(self, name: str, code: str) -> CodeCall:
+        """A call of the program with the names of this arena filled in."""
+        words = {"SECRET": self.secret, "CANARY": self.canary, "PORT": self.port, "ABSTRACT": self.abstract}
+        words |= {"SOCKET": self.path, "NEIGHBOUR": self.neighbour.pid, "EXECUTOR": self.executor.pid, "MARK": MARK}
+        filled = re.sub("@([A-Z]+)@", lambda word: str(words[word[1]]), code)
+        return program_call(f"{next(self.numbers)}/{name}", filled)
 
     def attack(self, *attacks: Attack) -> list[str]:
         """Run attacks together with a good call, and two calls after them. Returns what went wrong, in words."""
-        calls = [self.call(attack.name, self.fill_in(attack.code), attack.stdin) for attack in attacks]
+        calls = [self.call(attack.name, attack.code) for attack in attacks]
         *results, beside = self.executor.run([*calls, self.call("beside", "print(sum(range(100)))")])
         clean = "import os\nprint(sorted(os.listdir('.')), 6 * 7)"
         after = self.executor.run([self.call("after", clean) for _ in range(2)])
-        faults: list[str] = []
-        for attack, result in zip(attacks, results, strict=True):
-            if self.level not in attack.through.split():
-                faults += [f"{attack.name}: {fault}" for fault in self.inside(attack, result)]
-        names = ", ".join(attack.name for attack in attacks)
-        if beside.kind != "ok" or beside.stdout != "4950\n":
-            faults.append(f"{names}: harmed the call beside it: {beside.kind} {beside.error_message}")
-        through = any(self.level in attack.through.split() for attack in attacks)
-        faults += [] if through else [f"{names}: {fault}" for fault in self.outside(after)]
+        held = [pair for pair in zip(attacks, results, strict=True) if self.level not in pair[0].through.split()]
+        inside = [f"{attack.name}: {fault}" for attack, result in held for fault in self.inside(attack, result)]
+        faults = self.outside(after) if len(held) == len(attacks) else (self.repair() or [])
+        if beside.stdout != "4950\n":
+            faults.append(f"harmed the call beside it: {beside.kind} {beside.error_message}")
         if (stuck := self.executor.stats().get("tools/workers_stuck", 0)) > self.stuck:
             self.stuck = stuck
-            faults.append(f"{names}: kept its worker from answering")
-        if through:
-            self.repair()
-        return faults
+            faults.append("kept its worker from answering")
+        names = ", ".join(attack.name for attack in attacks)
+        return inside + [f"{names}: {fault}" for fault in faults]
 
     def inside(self, attack: Attack, result: ToolResult) -> list[str]:
         """What is wrong with the result of an attack, in words."""
-        faults, expected = [], attack.expect.split("|")
-        if result.infra:
-            faults.append(f"was taken for an infrastructure failure: {result.kind} {result.error_message}")
-        if "blocked" in expected:
-            if "REACHED" in result.stdout.split():
-                faults.append(f"got through: {result.stdout[-200:]!r}")
-        elif result.kind not in expected:
-            faults.append(f"ended as {result.kind} ({result.error_type}: {result.error_message[:120]})")
-        return faults
+        expected, ended = attack.expect.split("|"), f"{result.kind} ({result.error_type}: {result.error_message[:120]})"
+        wrong = {
+            f"was taken for an infrastructure failure: {ended}": result.infra,
+            f"got through: {result.stdout[-200:]!r}": "blocked" in expected and "REACHED" in result.stdout.split(),
+            f"ended as {ended}": "blocked" not in expected and result.kind not in expected,
+        }
+        return [words for words, happened in wrong.items() if happened]
 
     def outside(self, after: list[ToolResult]) -> list[str]:
         """Effects of an attack outside its process, in words."""
-        info = self.canary.stat() if self.canary.exists() else None
-        changed = info is None or self.canary.read_text() != "alive\n" or info.st_mode != self.canary_info.st_mode
-        known = (self.canary_info.st_mtime_ns, self.canary_info.st_ino)
         files = sorted(path.name for path in self.directory.iterdir())
-        traced, memory = "TracerPid:\t0" not in of_proc(self.neighbour.pid, "status"), resident_kb(self.executor.pid)
         harm = {
-            "the canary was changed": changed,
-            "the canary was touched": not changed and (info.st_mtime_ns, info.st_ino) != known,
+            "the canary was changed": not self.canary.exists() or self.canary.read_text() != "alive\n",
+            "the canary was touched": not self.canary.exists() or self.marks() != self.known,
             "files appeared beside the canary": files != ["canary.txt", "secret.txt", "socket"],
-            "the neighbour was harmed": self.neighbour.poll() is not None or traced,
+            "the neighbour was harmed": self.neighbour.poll() is not None,
+            "the neighbour is traced": "TracerPid:\t0" not in of_proc(self.neighbour.pid, "status"),
             f"connections: {self.visits}": self.visits,
-            f"the executor grew to {memory} KiB": memory > self.memory + (64 << 10),
+            "the executor grew": resident_kb(self.executor.pid) > self.memory + (64 << 10),
         }
         faults = [f"next call: {r.kind} {r.stdout!r} {r.error_message}" for r in after if r.stdout != "[] 42\n"]
         faults += [words for words, happened in harm.items() if happened]
@@ -245,15 +223,18 @@ class Arena:
             self.repair()
         return faults
 
+    def marks(self) -> tuple[int, int, int]:
+        """What changes with the canary."""
+        return (info := self.canary.stat()).st_mode, info.st_mtime_ns, info.st_ino
+
     def strays(self) -> list[str]:
         """Processes that the executor does not have when no call runs."""
 
-        def more() -> str:
-            count, numbers = len(descendants(self.executor.pid)), self.executor.stats()
-            workers = int(numbers["tools/workers_alive"] + numbers["tools/roots_alive"])
-            return f"{count} processes where {workers} belong" if count > workers else ""
+        def few() -> bool:
+            numbers = self.executor.stats()
+            return len(descendants(self.executor.pid)) <= numbers["tools/workers_alive"] + numbers["tools/roots_alive"]
 
-        return [] if wait_until(lambda: not more(), 3.0) else [more()]
+        return [] if wait_until(few, 3.0) else ["left processes"]
 
     def close(self) -> None:
         self.executor.close()
@@ -264,6 +245,4 @@ class Arena:
             with contextlib.suppress(OSError):
                 service.shutdown(socket.SHUT_RDWR)
             service.close()
-        for path in self.directory.iterdir():
-            path.unlink()
-        self.directory.rmdir()
+        self.temporary.cleanup()

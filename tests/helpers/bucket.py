@@ -2,11 +2,10 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 
 class Bucket:
@@ -20,7 +19,7 @@ class Bucket:
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes, int]:
         """(status, content, generation) of a request."""
         split = urlsplit(path)
-        words = {name: items[0] for name, items in parse_qs(split.query).items()}
+        words = dict(parse_qsl(split.query))
         name = words["name"] if method == "POST" else unquote(split.path.partition("/o/")[2])
         with self.lock:
             if self.refuse:
@@ -45,7 +44,7 @@ class Bucket:
 
 
 @contextmanager
-def served() -> Iterator[Bucket]:
+def served():
     """A bucket that answers within the block."""
     bucket = Bucket()
 
@@ -55,16 +54,13 @@ def served() -> Iterator[Bucket]:
         def respond(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, content, generation = bucket.answer(self.command, self.path, body)
-            self.send_response(status)
+            self.send_response_only(status)
             self.send_header("Content-Length", str(len(content)))
             self.send_header("x-goog-generation", str(generation))
             self.end_headers()
             self.wfile.write(content)
 
         do_GET = do_POST = do_DELETE = respond
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         bucket.environ["TENSORSTORE_GCS_HTTP_URL"] = f"http://127.0.0.1:{server.server_port}"

@@ -31,8 +31,7 @@ def filled(disk):
 @pytest.fixture
 def synced(monkeypatch):
     """The files in the order in which they reach the disk; what a rename names is among them."""
-    order = []
-    fsync, replace = os.fsync, os.replace
+    order, fsync, replace = [], os.fsync, os.replace
 
     def sync(descriptor):
         order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))

@@ -12,14 +12,12 @@ from jax.experimental import pallas
 from tests.helpers.rollout_fakes import MODEL
 from tests.helpers.whole_rows import row_logits
 
-WIDTH = 128
-"""Columns of the rows that the forward pass of training gets."""
+WIDTH = 128  # columns of the rows that the forward pass of training gets
 
 
 @pytest.fixture
 def interpreted():
-    """Kernels run in Pallas' interpreter, which asks the integers that a kernel indexes with for a shape; in the
-    releases supported here they lack one."""
+    """Kernels run in Pallas' interpreter, which asks integers for a shape that they lack in the releases supported."""
     run = partial(pallas.pallas_call, interpret=True)
     with mock.patch.object(pallas, "pallas_call", run), mock.patch.object(literals.TypedInt, "shape", (), create=True):
         yield
@@ -49,3 +47,10 @@ def assert_same(left, right, atol=None, versions=True):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
         np.testing.assert_allclose(a.logprobs, b.logprobs, **tolerance)
         assert (a.stop, a.turns, a.prompt_length) == (b.stop, b.turns, b.prompt_length)
+
+
+def assert_versions(rows, cuts, before, after):
+    """What was drawn up to the end of the cut is of the version `before`, and the rest of the version `after`."""
+    for row, cut in zip(rows, cuts, strict=True):
+        wanted = np.where(np.arange(row.length) < cut.length, before, after)
+        np.testing.assert_array_equal(row.versions[row.policy_mask], wanted[row.policy_mask])

@@ -16,12 +16,7 @@ class FakeExecutor(BaseExecutor):
         """By default a program is `ok` with its code as its output; `manual` holds results back until `release`."""
         super().__init__(config or ToolsConfig(), registry)
         self._answer = answer or (lambda program: ToolResult("ok", stdout=program.code, stdout_bytes=len(program.code)))
-        self._manual = manual
-        self.held: list[str] = []
-        self.closed_sessions: list[str] = []
-        self.cancelled: list[str] = []
-        self.refused: set[str] = set()
-        """Calls that cannot be started."""
+        self._manual, self.held, self.refused = manual, [], set()
 
     def _open(self) -> Capabilities:
         return Capabilities(level="fake")
@@ -37,16 +32,13 @@ class FakeExecutor(BaseExecutor):
     def release(self, call_id: str) -> None:
         """Finish a held call."""
         self.held.remove(call_id)
-        ticket = self._tickets.get(call_id)
-        if ticket is not None:
-            self._finish(call_id, self._answer(ticket.program))
+        self._finish(call_id, self._answer(self._tickets[call_id].program))
 
     def _drop(self, ids: list[str]) -> None:
-        self.cancelled.extend(ids)
         self.held = [call_id for call_id in self.held if call_id not in ids]
 
     def close_session(self, session: str) -> None:
-        self.closed_sessions.append(session)
+        """There are none."""
 
 
 def area(width: float, height: float = 1.0, unit: Literal["cm", "m"] = "cm") -> str:

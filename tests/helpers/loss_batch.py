@@ -31,11 +31,7 @@ def micro_batches(batch: TrainBatch) -> list[TrainBatch]:
 @functools.cache
 def slopes_of(surrogate):
     """Loss and gradients of a micro-batch; methods that share a surrogate share the program."""
-
-    def value(logprobs, entropy, part):
-        return batch_loss(logprobs, entropy, part, surrogate)
-
-    return jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
+    return jax.jit(jax.value_and_grad(functools.partial(batch_loss, surrogate=surrogate), (0, 1), has_aux=True))
 
 
 def packed_loss(rows, surrogate, now, *, entropy=0.0, row_length=32, per_micro=2) -> SimpleNamespace:

@@ -22,20 +22,15 @@ from grpo_roc_jax.settings.options import settings
 from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, Trajectory, Turn, Verdict
 
 
-def make_trajectory(
-    length=3, *, sample=0, prompt=2, observation=0, stop="answer", logprobs=None, condition="", tokens=None
-):
+def make_trajectory(length=3, sample=0, prompt=2, observation=0, stop="answer", logprobs=-1, condition="", tokens=None):
     """`prompt` tokens, `length` policy tokens, then `observation` tokens of a tool."""
-    total = prompt + length + observation
-    mask = np.zeros(total, bool)
-    mask[prompt : prompt + length] = True
-    values, ids = np.zeros(total, np.float32), np.arange(total, dtype=np.int32)
-    values[mask] = -1.0 if logprobs is None else logprobs
+    ids = np.arange(prompt + length + observation, dtype=np.int32)
+    mask, values = (ids >= prompt) & (ids < prompt + length), np.zeros(len(ids), np.float32)
+    values[mask] = logprobs
     if tokens is not None:
         ids[mask] = tokens
     turns, versions = (Turn(prompt, prompt + length, "text"),), np.where(mask, 0, -1).astype(np.int32)
-    parsed = Condition.parse(condition)
-    return Trajectory(ids, mask, values, versions, prompt, turns, stop, sample, condition=parsed)
+    return Trajectory(ids, mask, values, versions, prompt, turns, stop, sample, condition=Condition.parse(condition))
 
 
 def make_verdict(reward, *, calls=1, errors=0, answers=1, turns=2, channels=None, **more):
@@ -44,15 +39,12 @@ def make_verdict(reward, *, calls=1, errors=0, answers=1, turns=2, channels=None
     return Verdict(float(reward), channels=channels or {}, **counts, **given)
 
 
-OF_VERDICTS = ("calls", "errors", "answers", "turns", "status", "answer")
-
-
 def make_group(rewards, *, uid="p", problem=None, channels=None, **rows):
     """A group with these arrays, an entry a trajectory: lengths, and what `make_verdict` or `make_trajectory` takes."""
-    trajectories, verdicts = [], []
+    trajectories, verdicts, of_verdicts = [], [], {"calls", "errors", "answers", "turns", "status", "answer"}
     for i, reward in enumerate(rewards):
         row = {name: values[i] for name, values in rows.items()}
-        judged = {name: row.pop(name) for name in OF_VERDICTS if name in row}
+        judged = {name: row.pop(name) for name in of_verdicts & {*row}}
         judged["channels"] = {name: values[i] for name, values in (channels or {}).items()}
         trajectories.append(make_trajectory(row.pop("lengths", 3), sample=i, **row))
         verdicts.append(make_verdict(reward, **judged))
@@ -63,7 +55,7 @@ def other(group, *, verdicts=(), **columns):
     """The group with other fields of its trajectories and of its verdicts, one entry each."""
 
     def changed(items, columns):
-        each = ({name: values[i] for name, values in dict(columns).items()} for i in range(len(items)))
+        each = [{name: values[i] for name, values in dict(columns).items()} for i in range(len(items))]
         return tuple(replace(item, **fields) for item, fields in zip(items, each, strict=True))
 
     return Group(group.problem, changed(group.trajectories, columns), changed(group.verdicts, verdicts))

@@ -12,12 +12,10 @@ from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.settings.cli import load_config
 
 
-def deployment(
-    *words: str, topology: str = "v5e:2x2", stage: str = "", shape: str = "", environ: Mapping[str, str] | None = None
-) -> Deployment:
+def deployment(*words: str, topology: str = "v5e:2x2", environ: Mapping[str, str] | None = None) -> Deployment:
     """What a plan knows of a run with these words before any program is compiled; of its first stage by default."""
-    config = planning.chosen_stages(load_config(Config, [*words], prog="test"), stage)[0]
-    return planning.deployment_of(config, parse_topology(topology, environ or {}), shape, True, 0.0)
+    config = planning.chosen_stages(load_config(Config, [*words], prog="test"), "")[0]
+    return planning.deployment_of(config, parse_topology(topology, environ or {}), "", True, 0.0)
 
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")

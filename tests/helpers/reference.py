@@ -52,9 +52,7 @@ def logits(params: dict, tokens: np.ndarray, config: ModelConfig) -> np.ndarray:
     for index in range(config.layers):
         layer = {name: f64(leaf)[index] for name, leaf in params["layers"].items()}
         h = rms_norm(x, layer["attn_norm"], config.norm_eps)
-        q = np.einsum("td,dnh->tnh", h, layer["wq"]) + layer.get("bq", 0)
-        k = np.einsum("td,dnh->tnh", h, layer["wk"]) + layer.get("bk", 0)
-        v = np.einsum("td,dnh->tnh", h, layer["wv"]) + layer.get("bv", 0)
+        q, k, v = (np.einsum("td,dnh->tnh", h, layer[f"w{x}"]) + layer.get(f"b{x}", 0) for x in "qkv")
         if config.qk_norm:
             q, k = rms_norm(q, layer["q_norm"], config.norm_eps), rms_norm(k, layer["k_norm"], config.norm_eps)
         for t in range(len(tokens)):
@@ -90,30 +88,6 @@ def token_logprobs(all_logits: np.ndarray, tokens: np.ndarray, temperature: floa
         log_p = z - z.max() - np.log(np.exp(z - z.max()).sum())
         logprobs[t], entropy[t] = log_p[tokens[t]], -(np.exp(log_p) * log_p).sum()
     return logprobs, entropy
-
-
-def clipped_loss(logprobs: list, rows: list[TrainRow], low: float, high: float) -> float:
-    """Sum over trajectories and policy tokens of -weight * min(r A, clip(r) A)."""
-    total = 0.0
-    for current, row in zip(logprobs, rows, strict=True):
-        for t in range(row.length):
-            if row.policy_mask[t]:
-                ratio, A = np.exp(current[t] - row.logprobs_old[t]), row.advantages[t]
-                total -= row.weights[t] * min(ratio * A, min(max(ratio, 1 - low), 1 + high) * A)
-    return total
-
-
-def first_fit_decreasing(lengths: list[int], row_length: int) -> list[list[int]]:
-    """Rows of indices, by the textbook."""
-    rows: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for row in rows:
-            if sum(lengths[i] for i in row) + lengths[index] <= row_length:
-                row.append(index)
-                break
-        else:
-            rows.append([index])
-    return rows
 
 
 def random_rows(lengths: list[int], vocab: int, seed: int = 0) -> list[TrainRow]:

@@ -7,16 +7,10 @@ from functools import lru_cache
 import jax
 import numpy as np
 
-from grpo_roc_jax.engine.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.engine.engine import make_engine
+from grpo_roc_jax import ModelConfig, Problem, RolloutConfig, RolloutRequest, SamplingConfig, init_params, make_engine
 from grpo_roc_jax.engine.protocol import Finish, Observe, Wait
-from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.types import Problem, RolloutRequest
 
-EOS = 3
-CALLS = (4, 5, 6, 7)
-STOPS = (EOS, *CALLS)
+STOPS = (3, 4, 5, 6, 7)
 PROBLEM = Problem("p", "?", "1", "test")
 
 
@@ -26,13 +20,12 @@ def one_rollout(index, prompt, budget, sample=0, **fields):
 
 
 class FakeTools:
-    """A turn that ends with one of CALLS, or at the turn limit, waits for an observation; EOS ends the row."""
+    """Token 3 ends the row. Turns that end with another stop, or at the limit, wait for an observation."""
 
     find_stop = proven = None
 
     def __init__(self, requests, *, vocab=97, max_turns=5, latency_polls=2, observation=(1, 20)):
-        self.requests = requests
-        self.vocab, self.max_turns = vocab, max_turns
+        self.requests, self.vocab, self.max_turns = requests, vocab, max_turns
         self.latency_polls, self.observation = latency_polls, observation
         self.turns, self.pending, self.ended, self.cancels, self.now = {}, [], [], [], 0
 
@@ -47,7 +40,7 @@ class FakeTools:
         self.turns[index] = self.turns.get(index, 0) + 1
         if turn.reason == "length":
             return Finish("length")
-        if turn.reason == "stop" and turn.tokens[-1] == EOS:
+        if turn.reason == "stop" and turn.tokens[-1] == STOPS[0]:
             return Finish("eos")
         if self.turns[index] >= self.max_turns:
             return Finish("turns")
@@ -69,8 +62,7 @@ class FakeTools:
 class StopPairs(FakeTools):
     """Turns also end after every pair of tokens whose sum is divisible by 5, wherever it lies in a chunk."""
 
-    cut = 0
-    """Tokens that were drawn after such a pair."""
+    cut = 0  # tokens that were drawn after such a pair
 
     def __init__(self, requests):
         super().__init__(requests, max_turns=9)
@@ -89,12 +81,9 @@ LENGTHS = {"max_prompt_tokens": 40, "max_response_tokens": 80, "max_turn_tokens"
 ROLLOUT = RolloutConfig(slots=6, chunk=4, **LENGTHS)
 
 
-_init = jax.jit(init_params, static_argnames="config")
-
-
 def sharp_params():
     """Weights sharp enough that greedy choices differ from position to position."""
-    drawn = _init(jax.random.key(1), MODEL)
+    drawn = jax.jit(init_params, static_argnames="config")(jax.random.key(1), MODEL)
     return jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 and leaf.shape[0] != MODEL.layers else leaf, drawn)
 
 

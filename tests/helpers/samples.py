@@ -4,13 +4,10 @@ import numpy as np
 
 from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
-STATUSES = ("correct", "wrong", "no_answer", "truncated")
-
 
 def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, width: int = 40, step: int = 3):
     """A prompt of 20 tokens, then turns of about `width` tokens with a call and an observation of 15 each."""
-    tokens, mask, made = [rng.integers(3, 500, 20)], [np.zeros(20, bool)], []
-    offset = 20
+    tokens, mask, made, offset = [rng.integers(3, 500, 20)], [np.zeros(20, bool)], [], 20
     for index in range(turns):
         length = int(rng.integers(1, width))
         kind, error = ("exception", "ValueError") if rng.random() < 0.4 else ("ok", "")
@@ -30,14 +27,10 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
     policy = np.concatenate(mask)
     odd = {"reward": 1.5, "opening": " It rains."} if sample % 2 else {}
     return Trajectory(
-        np.concatenate(tokens).astype(np.int32),
-        policy,
+        *(np.concatenate(tokens).astype(np.int32), policy),
         np.where(policy, -rng.exponential(size=offset), 0).astype(np.float32),
         np.where(policy, step, -1).astype(np.int32),
-        prompt_length=20,
-        turns=tuple(made),
-        stop="answer",
-        sample=sample,
+        *(20, tuple(made), "answer", sample),
         seconds=float(rng.uniform(0, 3)),
         condition=Condition("hint" if sample % 5 == 4 else ""),
         temperature=0.9 if sample % 3 else None,
@@ -46,18 +39,12 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
 
 
 def make_verdict(rng: np.random.Generator, trajectory: Trajectory) -> Verdict:
-    status = STATUSES[int(rng.choice(4, p=[0.5, 0.3, 0.1, 0.1]))]
-    return Verdict(
-        reward=float(status == "correct"),
-        status=status,
-        answer="7" if status == "correct" else None if status == "no_answer" else str(rng.integers(5)),
-        tool_calls=len(trajectory.results),
-        tool_errors=sum(result.counts_as_error for result in trajectory.results),
-        answers=int(rng.integers(1, 3)),
-        well_formed=True,
-        turns=len(trajectory.turns),
-        channels={"format": float(rng.random())} if trajectory.sample == 1 else {},
-    )
+    status = ("correct", "wrong", "no_answer", "truncated")[int(rng.choice(4, p=[0.5, 0.3, 0.1, 0.1]))]
+    answer = "7" if status == "correct" else None if status == "no_answer" else str(rng.integers(5))
+    counts = {"tool_calls": len(trajectory.results), "turns": len(trajectory.turns), "answers": int(rng.integers(1, 3))}
+    counts["tool_errors"] = sum(result.counts_as_error for result in trajectory.results)
+    channels = {"format": float(rng.random())} if trajectory.sample == 1 else {}
+    return Verdict(float(status == "correct"), status, answer, **counts, well_formed=True, channels=channels)
 
 
 def make_group(seed: int, size: int, *, source: str = "world:gcd", **options) -> Group:

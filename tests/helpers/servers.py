@@ -4,28 +4,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
+import grpo_roc_jax as g
+from grpo_roc_jax.text.chat_format import make_chat
 
 
 @pytest.fixture(scope="session")
-def chat() -> ChatFormat:
-    """A chat whose turns have several calls."""
-    return make_chat(TextConfig(max_calls_per_turn=4), load_tokenizer(TextConfig()))
+def chat():
+    return make_chat(g.TextConfig(max_calls_per_turn=4), g.load_tokenizer(g.TextConfig()))
 
 
-def call(name: str, arguments: str = "{}") -> str:
+def call(name, arguments="{}"):
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
 @contextmanager
-def served(*words: str) -> Iterator[tuple[str, subprocess.Popen]]:
+def served(*words):
     """(address, process) of a program whose last argument is its port, once it accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

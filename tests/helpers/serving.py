@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import grpo_roc_jax as g
-from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions, SingleTurn
+from grpo_roc_jax.engine.protocol import RolloutStats, SingleTurn
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.serving.agent_runs import AgentRuns, AgentSession
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
@@ -24,14 +24,9 @@ from grpo_roc_jax.text.chat_format import make_chat
 ROLLOUT = g.RolloutConfig(
     slots=8, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=192, append_lengths=(32,), narrow=()
 )
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Says the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "weather", "description": "Says the weather.", "parameters": CITY}
+WEATHER = {"type": "function", "function": WEATHER}
 
 
 @cache
@@ -39,9 +34,8 @@ def small_policy(rollout=ROLLOUT):
     """(chat format, engine, parameters) of random weights; compiled once for all tests."""
     tokenizer = g.load_tokenizer(g.TextConfig())
     chat = make_chat(g.TextConfig(), tokenizer)
-    model = g.ModelConfig(
-        d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=tokenizer.vocab_size
-    )
+    sizes = {"d_model": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "d_ff": 32}
+    model = g.ModelConfig(**sizes, vocab_size=tokenizer.vocab_size)
     engine = g.make_engine(model, rollout, g.SamplingConfig(), sorted(chat.stop_ids), seed=3)
     return chat, engine, jax.jit(partial(g.init_params, config=model))(jax.random.key(0))
 
@@ -57,17 +51,12 @@ class ScriptedLoop:
         model = SimpleNamespace(vocab_size=chat.tokenizer.vocab_size)
         self.engine = SimpleNamespace(programs=SimpleNamespace(settings=settings, model=model))
 
-    def budget(self, length):
-        return self.room - length
-
-    def cancel(self, job):
-        """What was asked is answered already."""
+        self.budget, self.cancel = lambda length: self.room - length, lambda job: None
 
     def submit(self, job):
         ids = np.asarray(self.chat.turn_ids(next(self.texts)), np.int32)
-        tokens = np.concatenate([job.prompt, ids])
-        mask = np.arange(len(tokens)) >= len(job.prompt)
-        ended = SimpleNamespace(stop="eos", policy_mask=mask, versions=np.full(len(tokens), 7))
+        mask = np.arange(len(job.prompt) + len(ids)) >= len(job.prompt)
+        ended = SimpleNamespace(stop="eos", policy_mask=mask, versions=np.full(len(mask), 7))
         events = [("seated", (0, 0.0)), *(("drawn", (part, part * -0.5)) for part in np.array_split(ids, 3))]
         for event, value in [*events, ("ended", ended)]:
             self.deliver(job.report, event, 0, value)
@@ -85,8 +74,6 @@ def exchange(port, method, path, body=None, **headers):
 
 
 class Served:
-    """A running server."""
-
     def __init__(self, endpoint, port, sockets=()):
         self.endpoint, self.port, self.sockets = endpoint, port, sockets
 
@@ -99,19 +86,17 @@ class Served:
         return status, json.loads(text) if kind.startswith("application/json") else text
 
     def events(self, path, body):
-        """The objects of a stream, in order."""
         status, lines = self.ask(path, body | {"stream": True})
         assert status == 200 and (lines[-1] == "[DONE]") == path.endswith("completions"), lines
         return [json.loads(line.partition("data: ")[2] or line) for line in lines if "{" in line]
 
     def not_applied(self, path, body, **headers):
-        """The fields that an answer, which must be one, says were not applied; None if it says nothing."""
+        """The fields that an answer says were not applied; None if it says nothing."""
         status, reply_headers, content = exchange(self.port, "POST", path, body, **headers)
         assert status == 200, content
         return reply_headers["X-Not-Applied"]
 
     def chat(self, messages, **fields):
-        """The answer to messages, which must be one."""
         status, answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 24} | fields)
         assert status == 200, answer
         return answer
@@ -137,7 +122,6 @@ def scripted(*texts, config=None, **settings):
 
 @contextmanager
 def served(*rollout, **settings):
-    """A server of the small policy."""
     chat, shared, params = small_policy(*rollout)
     engine = shared.sibling()
     sampler = engine.publish(params, 7)
@@ -157,11 +141,10 @@ def server():
 
 
 def direct(prompt, budget, place=0, temperature=None):
-    """What the engine samples when it is called directly."""
     _, engine, params = small_policy()
     fields = {"temperature": temperature, "budget": budget, "prompt": np.asarray(prompt, np.int32)}
     request = g.RolloutRequest(g.Problem("p", "", "", "t"), place, step=0, **fields)
-    return engine.run(engine.publish(params, 7), [request], SingleTurn(), RunOptions())[0][0]
+    return engine.run(engine.publish(params, 7), [request], SingleTurn(), g.RunOptions())[0][0]
 
 
 def wait_for(done, seconds=20.0):
@@ -171,8 +154,7 @@ def wait_for(done, seconds=20.0):
         time.sleep(0.002)
 
 
-NONSENSE = (None, True, -1, 0, 1e400, float("nan"), 10**30, "", "\ud800", "\udc00x\0", "{", [], [[]], [None], {})
-NONSENSE += ({"a": {}},)
+NONSENSE = (None, True, -1, 0, 1e400, float("nan"), 10**30, "", "\ud800", "\udc00x\0", "{", [[]], [None], {"a": {}})
 
 
 def spoiled(value, rng):

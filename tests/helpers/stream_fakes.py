@@ -1,5 +1,4 @@
-"""A stream of rollouts on an engine that computes nothing (rows end at random, a call draws a token), in threads that
-stand for processes."""
+"""A stream of rollouts on an engine that computes nothing, in threads that stand for processes."""
 
 import functools
 import itertools
@@ -38,9 +37,10 @@ def limit(lag, late="wait"):
 class FakeEngine:
     """Rows end in a random order; a token is drawn in every call, with the version of that moment."""
 
+    take_stats = RolloutStats
+
     def __init__(self, seed):
-        self.rng, self.version = np.random.default_rng(seed), 0
-        self.rows: dict[int, list] = {}
+        self.rng, self.version, self.rows = np.random.default_rng(seed), 0, {}
         self.tickets, self.released = itertools.count(), 0
         self.ended, self.finished, self.submitted = [], [], []
 
@@ -81,17 +81,9 @@ class FakeEngine:
     def trajectory(self, ticket, stop):
         row, versions = self.rows[ticket]
         made = make_trajectory(np.random.default_rng(ticket), row.first_sample, turns=1, width=2)
-        length = 2 + len(versions)
-        return replace(
-            made,
-            tokens=np.zeros(length, np.int32),
-            policy_mask=np.arange(length) >= 2,
-            versions=np.array([-1, -1, *versions], np.int32),
-            logprobs=np.zeros(length, np.float32),
-            prompt_length=2,
-            turns=(),
-            stop=stop,
-        )
+        zeros, versions = np.zeros(2 + len(versions), np.int32), np.array([-1, -1, *versions], np.int32)
+        arrays = {"tokens": zeros, "policy_mask": versions >= 0, "logprobs": zeros * np.float32(0)}
+        return replace(made, **arrays, versions=versions, prompt_length=2, turns=(), stop=stop)
 
     def cut(self, ticket):
         return dict(self.finished).get(ticket) or self.trajectory(ticket, "cancelled")
@@ -100,9 +92,6 @@ class FakeEngine:
         if ticket in self.rows:
             self.ended.append((ticket, self.trajectory(ticket, "cancelled")))
             del self.rows[ticket]
-
-    def take_stats(self):
-        return RolloutStats()
 
     def release(self):
         assert not self.rows
@@ -141,11 +130,10 @@ def open_wave(config, chat, wave):
 
 
 def sampling_on(engine, config, processes=None):
-    """The group sampler of a configuration on an engine that computes nothing. Its requests have the step that they
-    begin in, without prompts and tools."""
+    """The group sampler of a configuration on an engine that computes nothing, without prompts and tools."""
     sampler, scorer = g.Sampler.of(engine, None, None), SimpleNamespace(score_all=score_all)
     sampler.submission = lambda requests, options: (
-        [request if request.step is not None else replace(request, step=options.step) for request in requests],
+        [replace(request, step=options.step) if request.step is None else request for request in requests],
     )
     return GroupSampler(sampler, scorer, processes or Processes(), config.resample, config.group.size)
 
@@ -157,9 +145,8 @@ def fresh_run(config):
 def opened(config, seed, processes=None):
     """(stream, run, engine) of a configuration on an engine that computes nothing."""
     engine = FakeEngine(seed)
-    mesh = SimpleNamespace(size=1)
-    stream = RolloutStream(config, sampling_on(engine, config, processes), mesh, open_wave=open_wave)
-    return stream, fresh_run(config), engine
+    parts = sampling_on(engine, config, processes), SimpleNamespace(size=1)
+    return RolloutStream(config, *parts, open_wave=open_wave), fresh_run(config), engine
 
 
 def play(stream, run, engine, steps, rng, *, again=0.0, evaluates=False):
@@ -184,8 +171,7 @@ def check_taken(rounds, lag, late="wait"):
     """Steps take so many groups each: none twice, none too old, and whole ones unless late rows are dropped. Returns
     the numbers of their problems."""
     for trained, samples in rounds:
-        assert len(samples.groups) == PROBLEMS
-        assert age_metrics(samples.groups, trained)["rollout/lag_max"] <= lag
+        assert len(samples.groups) == PROBLEMS and age_metrics(samples.groups, trained)["rollout/lag_max"] <= lag
         for group in samples.groups:
             assert late == "drop" or sorted(t.sample for t in group.trajectories) == list(range(SAMPLES))
     numbers = [int(group.problem.uid[1:]) for _, samples in rounds for group in samples.groups]
@@ -200,30 +186,14 @@ def check_keys(engines):
     return requests
 
 
-def rows_of(rounds, stream):
-    """(rows of groups that were trained on, rows of groups that are open)."""
-    trained = sum(group.size for _, samples in rounds for group in samples.groups)
-    return trained, sum(len(rows) for group in stream.open_groups for rows in group.rows)
-
-
 def contents(batches):
-    """Problems, samples and versions of what was taken."""
-    return [
-        [(g.problem.uid, [(t.sample, t.versions.tolist()) for t in g.trajectories]) for g in samples.groups]
-        for _, samples in batches
-    ]
-
-
-class Hall:
-    """Where the threads of a test meet as processes."""
-
-    def __init__(self, count):
-        self.values, self.texts = [b""] * count, {}
-        self.barrier, self.again = threading.Barrier(count, timeout=120), threading.Barrier(count, self.texts.clear)
+    """Problems, samples and versions of what was taken, a list a step."""
+    steps = [[(group.problem.uid, group.trajectories) for group in samples.groups] for _, samples in batches]
+    return [[(uid, [(t.sample, t.versions.tolist()) for t in rows]) for uid, rows in groups] for groups in steps]
 
 
 class Thread(Processes):
-    """A thread as a process."""
+    """A thread as a process; in its hall the threads of a test meet."""
 
     def __init__(self, index, hall):
         self.index, self.count, self.hall = index, len(hall.values), hall
@@ -248,15 +218,15 @@ def in_threads(count, worker):
     """What `worker(processes)` returns in each of so many processes."""
     if count == 1:
         return [worker(Processes())]
-    hall = Hall(count)
+    hall = SimpleNamespace(values=[b""] * count, texts={}, barrier=threading.Barrier(count, timeout=120))
+    hall.again = threading.Barrier(count, hall.texts.clear)
 
     def alone(process):
         try:
             return worker(process)
-        except Preempted:
-            raise
-        except BaseException:
-            hall.barrier.abort()  # the others end too
+        except BaseException as error:
+            if not isinstance(error, Preempted):
+                hall.barrier.abort()  # the others end too
             raise
 
     with ThreadPoolExecutor(count) as pool:

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -15,26 +16,19 @@ from grpo_roc_jax.engine.publish import unstack
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.serving.server import ServerThread
-from grpo_roc_jax.serving.tinker.endpoint import Base, TinkerEndpoint
-from grpo_roc_jax.serving.tinker.journal import Journal
-from grpo_roc_jax.serving.tinker.snapshots import Snapshots
-from grpo_roc_jax.serving.tinker.store import Store
-from grpo_roc_jax.serving.tinker.trainer import Trainer
+from grpo_roc_jax.serving.tinker import endpoint, journal, snapshots, store, trainer
 from grpo_roc_jax.serving.tinker.wire import classes
-from tests.helpers.serving import exchange
+from tests.helpers import serving
 
-ROLLOUT = g.RolloutConfig(
-    slots=4, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=64, append_lengths=(32,), narrow=()
-)
+ROLLOUT = replace(serving.ROLLOUT, slots=4, max_response_tokens=64)
 MODEL = g.ModelConfig(d_model=32, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=512)
 
 
 @cache
 def small_trainer():
-    """Programs for adapters of random weights."""
     mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
     base = jax.jit(lambda key: unstack(g.init_params(key, MODEL), MODEL))(jax.random.key(0))
-    return Trainer(base, MODEL, UpdateConfig(), mesh, ROLLOUT.max_row_tokens)
+    return trainer.Trainer(base, MODEL, UpdateConfig(), mesh, ROLLOUT.max_row_tokens)
 
 
 @cache
@@ -43,16 +37,16 @@ def small_engine(form):
 
 
 @contextmanager
-def served(folder, journal=(), **settings):
+def served(folder, kept=(), **settings):
     """A running server whose checkpoints are in a folder."""
 
     def make(deliver):
-        snapshots = Snapshots(lambda form: small_engine(form).sibling(), deliver)
-        tokenizer = g.load_tokenizer(g.TextConfig())
-        stops, worker, reserved = frozenset([7]), ThreadPoolExecutor(1), ROLLOUT.max_prompt_tokens
-        base = Base("small", "DIR", tokenizer, stops, None, small_trainer(), snapshots, worker, reserved)
-        store = Store(folder)
-        return TinkerEndpoint([base], store, deliver, journal=Journal(store, **dict(journal)), **settings)
+        samplers = snapshots.Snapshots(lambda form: small_engine(form).sibling(), deliver)
+        fields = g.load_tokenizer(g.TextConfig()), frozenset([7]), None, small_trainer(), samplers
+        base = endpoint.Base("small", "DIR", *fields, ThreadPoolExecutor(1), ROLLOUT.max_prompt_tokens)
+        files = store.Store(folder)
+        calls = journal.Journal(files, **dict(kept))
+        return endpoint.TinkerEndpoint([base], files, deliver, journal=calls, **settings)
 
     server = ServerThread(make)
     base = server.endpoint.bases["small"]
@@ -87,7 +81,6 @@ ROW, OTHER = datum(3, 1, 4, 1, 5, 9, 2, 6), datum(2, 7, 1, 8, 2, 8)
 
 
 def encoded(*ids):
-    """A prompt as `asample` takes it."""
     return {"chunks": [{"tokens": list(ids), "type": "encoded_text"}]}
 
 
@@ -107,19 +100,16 @@ def logprobs_of(output):
 
 
 class Client:
-    """What the client of the API sends."""
-
     def __init__(self, port):
         self.port = port
 
     def ask(self, path, body=None, *, method="POST", **headers):
         """(status, answer): JSON as such, anything else as bytes. Bytes are sent as protobuf."""
         headers["Content_Type"] = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
-        status, received, content = exchange(self.port, method, f"/api/v1/{path}", body, **headers)
+        status, received, content = serving.exchange(self.port, method, f"/api/v1/{path}", body, **headers)
         return status, json.loads(content) if content and "json" in received["Content-Type"] else content
 
     def get(self, path, method="GET"):
-        """(status, answer) of a request without a body."""
         return self.ask(path, method=method)
 
     def refused(self, status, path, body=None, **request):
@@ -134,7 +124,6 @@ class Client:
         return answer
 
     def send(self, body):
-        """The id of a forward_backward call."""
         return self.post("forward_backward", body)["request_id"]
 
     def result(self, request):
@@ -149,7 +138,7 @@ class Client:
         return self.post("create_session", tags=[], user_metadata={}, sdk_version="0.38.0")["session_id"]
 
     def model(self, session, number=0, rank=4, seed=1):
-        lora = {"rank": rank, "seed": seed, "train_unembed": True, "train_mlp": True, "train_attn": True}
+        lora = {"rank": rank, "seed": seed} | dict.fromkeys(("train_unembed", "train_mlp", "train_attn"), True)
         body = {"session_id": session, "model_seq_id": number, "base_model": "small", "lora_config": lora}
         return self.result(self.post("create_model", **body))["model_id"]
 
@@ -170,27 +159,19 @@ class Client:
         return self.output(self.send(batch(model_id, seq, data, forward_only=True)))[0]
 
     def save(self, model_id, seq, path, kind="save_weights", **fields):
-        """The path of a checkpoint."""
         return self.result(self.post(kind, model_id=model_id, seq_id=seq, path=path, **fields))["path"]
 
     def sampler(self, model_id, seq, number=0):
-        """A sampling session of the weights as they are."""
         body = {"model_id": model_id, "seq_id": seq, "sampling_session_seq_id": number}
         return self.result(self.post("save_weights_for_sampler", **body))["sampling_session_id"]
 
     def sampler_of(self, session, number=0, **weights):
-        """A sampling session of a base or of a checkpoint."""
         body = {"session_id": session, "sampling_session_seq_id": number} | weights
         return self.post("create_sampling_session", **body)["sampling_session_id"]
 
-    def finish(self, session):
-        self.post(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
-
     def output(self, request):
         """(log-probabilities of each datum, metrics)."""
-        answer = self.result(request)
-        assert isinstance(answer, bytes), answer
-        output = classes()["Output"].FromString(answer)
+        output = classes()["Output"].FromString(self.result(request))
         return logprobs_of(output), dict(output.metrics)
 
     def sample(self, session, seq, prompt, *, count=2, seed=5, **fields):
@@ -199,12 +180,9 @@ class Client:
         body |= {"prompt": encoded(*prompt), "type": "sample"}
         answer = self.post("asample", sampling_session_id=session, **body, **fields)
         assert len(answer["sample_sequence_ids"]) == count
-        received = self.result(answer)
-        assert isinstance(received, bytes), received
-        return classes()["SampleResponse"].FromString(received)
+        return classes()["SampleResponse"].FromString(self.result(answer))
 
     def tokens(self, *arguments, **fields):
-        """The tokens of each sequence of a sample."""
         return tokens_of(self.sample(*arguments, **fields))
 
 

@@ -1,5 +1,4 @@
-"""Each setting of each kind is changed, and something that the method makes must differ; no number without a bound, and
-success is what the verdict says. `tests/contrib/methods` does the same for further methods."""
+"""Each setting of each kind matters, numbers have bounds, and success is what the verdict says."""
 
 import pytest
 
@@ -40,7 +39,6 @@ def test_numbers_are_bounded(setting, settings=SETTINGS, cases=CASES, unbounded=
 
 @pytest.mark.parametrize(("axis", "kind"), KINDS)
 def test_a_success_is_what_the_verdict_says(axis, kind):
-    """With the same pay, other verdicts change what the kinds do that know of success, and nothing that others do. Next
-    to 0 a little more or less pay changes little: no threshold lies there."""
+    """With the same pay, verdicts matter to kinds that know of success alone; next to 0 no threshold lies."""
     more = {"shows": "success"} if kind == "self_teacher" else {}
     assert CASES.reads(axis, kind, **more) == ((axis, kind) in BY_VERDICT, False)

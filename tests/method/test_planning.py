@@ -8,10 +8,10 @@ import pytest
 from grpo_roc_jax.method import edit
 from grpo_roc_jax.method import planning as plans
 from grpo_roc_jax.method.compose import train_rows
-from grpo_roc_jax.method.planning import HIGH, LOW, Wave
+from grpo_roc_jax.method.planning import Wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun, visited
-from grpo_roc_jax.method.switching import Plateau, Solved, Stage, StageProgress, Steady
-from grpo_roc_jax.types import PLAIN, Condition, Problem, RolloutRequest, condition_kind
+from grpo_roc_jax.method.switching import Plateau, Solved, Steady
+from grpo_roc_jax.types import Condition, Problem, RolloutRequest, condition_kind
 from tests.helpers.method_groups import make_group, make_trajectory, method, other, saying
 
 
@@ -49,15 +49,13 @@ def failed(problem, n=4):
 def test_plain_waves():
     batch = problems("a", "b")
     assert first(batch, 8, planned()) == [RolloutRequest(batch[0], 0, 8), RolloutRequest(batch[1], 1, 8)]
-    assert later(problems("a"), [failed(problems("a")[0])], 1, planned()) == []
-    batch = problems("a", "b")
+    assert later(batch[:1], [failed(batch[0])], 1, planned()) == []
     requests = [RolloutRequest(batch[index], index, count) for index, count in ((0, 1), (1, 1), (0, 2))]
     results = [make_group([1], uid="a"), make_group([0], uid="b"), make_group([0, 1], uid="a")]
     group_a, group_b = plans.gathered(batch, requests, results)
     assert group_a.rewards.tolist() == [1, 0, 1] and group_b.rewards.tolist() == [0]
     assert group_a.problem is batch[0]
     # A wrong rollout that earned more than the right one is not among them.
-    assert plans.best_text(saying(make_group([0, 1, 1, 0]), "0", "1", "2", "3")) == "1"
     paid = make_group([0, 0.5, 0.25, 0], status=["correct", "wrong", "correct", "wrong"])
     assert plans.best_text(saying(paid, "0", "1", "2", "3")) == "2"
 
@@ -69,24 +67,12 @@ def test_what_prompts_end_with():
     each = [(2, "high_reward"), (6, "low_reward")]
     assert asked(requests) == [(index, *part) for index in (0, 1) for part in each]
     assert requests[0].suffix == "\n[Reward Goal: <|high_reward|>]"
-    assert plans.reward_goal(LOW, "text") == "\n[Reward Goal: low reward]" and plans.reward_goal(PLAIN) == ""
-    fixed, generator = [plans.reward_conditions(8, share, "fixed", rng()) for share in (0.01, 0.5, 0.99)], rng()
-    assert [drawn.count(HIGH) for drawn in fixed] == [1, 4, 7]
-    iid = [plans.reward_conditions(5, 0.3, "iid", generator).count(HIGH) for _ in range(2000)]
-    assert np.mean(iid) == pytest.approx(1.5, abs=0.1)
-    assert {0, 5} & set(iid)  # no fixed split
-    plans.check_separation(0.6, 0.2)
-    with pytest.raises(ValueError, match=r"0\.300 under the high.*0\.290 under the low"):
-        plans.check_separation(0.3, 0.29)
     # The budget of `shaping budget` ends every prompt; a condition that was there stays.
     a, b = problems("a", "b")
     requests = [RolloutRequest(a, 0, 4), RolloutRequest(b, 1, 2, condition=Condition("high_reward"), suffix="\ngoal")]
     named = [(str(r.condition), r.suffix) for r in plans.with_suffix(requests, "\n256 tokens")]
     assert named == [("budget", "\n256 tokens"), ("high_reward", "\ngoal\n256 tokens")]
-    assert plans.with_suffix(requests, "") == requests
 
-
-# ---- trajectories exchanged, or under another prompt ---------------------------------------------------------------
 
 condition_kind("helped", helped=True, moves=True, optional=True)  # of this file, so that no method has to be there
 
@@ -98,20 +84,14 @@ def test_exchanged_trajectories_and_prompts():
     assert moved.policy_mask.tolist() == [False, False, True, True, True, False, False]
     assert moved.logprobs.tolist() == [0, 0, -1, -2, -3, 0, 0]
     assert (moved.prompt_length, moved.turns[0].start, moved.turns[0].end) == (2, 2, 5)
-    assert edit.with_prompt(moved, np.arange(4, dtype=np.int32)).length == trajectory.length
     several = edit.with_prompt(replace(trajectory, parts=(5, 4)), np.array([7, 8], np.int32))
     assert (several.parts, several.length) == ((3, 4), 7)
     group, hinted = make_group([0, 1, 0, 0]), make_group([0, 1, 1, 1], condition=["helped:1"] * 4)
-    for some, others, count, rewards in (
-        (group, hinted, 2, [1, 1, 1, 0]),
-        (make_group([1, 1]), hinted, 1, [1, 1]),
-        (group, make_group([0, 0]), 1, [0, 1, 0, 0]),
-    ):
-        assert edit.replace_failures(some, others, count).rewards.tolist() == rewards
+    assert edit.replace_failures(group, hinted, 2).rewards.tolist() == [1, 1, 1, 0]
+    assert edit.replace_failures(make_group([1, 1]), hinted, 1).rewards.tolist() == [1, 1]
     # With what the environment of a row appended. The record stays that of the hinted prompt (Guide-GRPO).
     group = make_group([1, 1, 0], lengths=[2] * 3, logprobs=[[-1.0, -0.9]] * 3, condition=["helped:1", "helped:1", ""])
-    openings = [" It rains.", " It snows.", " It hails."]
-    group = other(group, opening=openings)
+    group = other(group, opening=[" It rains.", " It snows.", " It hails."])
     (moved,) = edit.with_plain_prompts([group], lambda problem: [*map(ord, problem.prompt)])
     prompts = ["".join(map(chr, t.tokens[: t.prompt_length])) for t in moved.trajectories[:2]]
     assert prompts == ["? It rains.", "? It snows."] and moved.trajectories[2] is group.trajectories[2]
@@ -120,14 +100,10 @@ def test_exchanged_trajectories_and_prompts():
     np.testing.assert_allclose(row.logprobs_old[row.policy_mask], [-1.0, -0.9])
 
 
-# ---- the memory of a method: lookups, updates that do not change the past ------------------------------------------
-
-
 def test_the_table_of_problems():
     """Columns replaced at random; unseen problems have the defaults, and earlier tables stay as they were."""
     generator, columns = rng(), {"level": 0.0, "visits": 0.0, "alpha": 0.5}
-    everything = [str(u) for u in range(50)]
-    table, plain = ProblemTable(), {name: {} for name in columns}
+    everything, table, plain = [str(u) for u in range(50)], ProblemTable(), {name: {} for name in columns}
     for _ in range(30):
         uids, name = generator.choice(everything, 5, replace=False).tolist(), str(generator.choice(list(columns)))
         given, before, old = generator.random(5), table, table.get(everything)
@@ -146,83 +122,21 @@ def test_the_table_of_problems():
     tracked = state.table.put(["a"], {"alpha": np.array([4.0]), "beta": np.array([4.0])})
     rows = visited(AlgoState(table=tracked), ["a"], np.ones(1), np.ones(1), 0.875).table.get(["a"])
     assert (rows["alpha"].tolist(), rows["beta"].tolist()) == ([4.5], [3.5])
-    nothing = visited(AlgoState(), ["a"], np.zeros(1), np.zeros(1), 0.875).table.get(["a"])
-    assert nothing["alpha"].tolist() == nothing["accuracy"].tolist() == [0.5]
     rows = ({}, {"judged": None, "success_rate": None}, {"judged": 4})  # null where the file of a row lacks columns
     assert not begun(AlgoState(), [Problem("p", "?", "1", "t", extra) for extra in rows]).table.keys.size
-
-
-# ---- when a stage ends, by hand-computed series of metrics ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("condition", "values", "met"),
     [
-        (Solved(share=0.7, window=3), [0.9, 0.9], False),  # too few steps
         (Solved(share=0.7, window=3), [0.0, 0.5, 0.7, 0.9], True),  # mean of the last three: 0.7
         (Solved(share=0.7, window=3), [0.9, 0.5, 0.7, 0.8], False),  # 0.667
-        (Steady(window=2, tolerance=0.02, least=0.05), [0.11, 0.09, 0.10, 0.12], True),  # 0.10, then 0.11
         (Steady(window=2, tolerance=0.02, least=0.05), [0.05, 0.07, 0.10, 0.12], False),  # 0.06, then 0.11
         (Steady(window=2, tolerance=0.02, least=0.05), [0.0, 0.0, 0.0, 0.0], False),  # below `least`
-        (Steady(window=2, tolerance=0.02, least=0.0), [0.0, 0.0, 0.0, 0.0], True),
-        (Steady(window=2), [0.1, 0.1, 0.1], False),
         (Plateau(evaluations=2, gain=0.01), [0.50, 0.51, 0.505], True),  # 0.51 is no gain above 0.50 + 0.01
         (Plateau(evaluations=2, gain=0.01), [0.50, 0.505, 0.52], False),
         (Plateau(evaluations=2, gain=0.01), [0.50, 0.40], False),  # nothing before the last two
-        (Plateau(evaluations=1, gain=0.0), [0.4, 0.6, 0.5], True),
     ],
 )
 def test_conditions(condition, values, met):
     assert condition.met(values) is met
-
-
-SHORT = Stage(name="short", steps=4, until=(Solved(share=0.5, window=2), Plateau(evaluations=1)))
-STAGES = (SHORT, Stage(name="long", steps=2))
-
-
-def after(progress, *readings):
-    """The progress after shares of solved groups, or rows of other metrics."""
-    for row in readings:
-        metrics = row if isinstance(row, dict) else {"roc/solved_by_all": row, "roc/groups": 1.0}
-        progress = progress.observed(SHORT, metrics)
-    return progress
-
-
-def test_a_stage_ends_after_its_steps_or_once_all_its_conditions_hold():
-    assert StageProgress().following(STAGES, 0) == 0
-    assert [StageProgress(1, began=4).following(STAGES, step) for step in (5, 6)] == [1, 2]
-    progress = StageProgress(0, began=10, values=((), ()))
-    assert [progress.following(STAGES, step) for step in (10, 13, 14, 20)] == [0, 0, 1, 1]
-    progress = after(progress, 0.5, 0.9, {"eval/all/avg@1": 0.5})
-    assert progress.values == ((0.5, 0.9), (0.5,))
-    assert progress.following(STAGES, 12) == 0  # one of two conditions holds
-    assert [after(progress, {"eval/all/avg@1": x}).following(STAGES, 12) for x in (0.5, 0.6)] == [1, 0]
-    assert after(progress, {"eval/all/avg@1": float("nan")}) == progress
-    step = {"rollout/truncated": 0.25, "rollout/reward": 0.5, "roc/solved_by_all": 3.0, "roc/groups": 8.0}
-    evaluation = {"eval/aime/avg@4": 0.1, "eval/all/avg@4": 0.75, "eval/all/pass@4": 1.0}
-    assert (Steady().value(step), Steady(metric="rollout/reward").value(step)) == (0.25, 0.5)
-    assert (Solved().value(step), Solved().value({"roc/solved_by_all": 0.0, "roc/groups": 0.0})) == (0.375, None)
-    assert (Plateau().value(evaluation), Plateau().value(step), Steady().value(evaluation)) == (0.75, None, None)
-
-
-def test_other_conditions_begin_anew():
-    """A run with `--force` may give its stage others than its checkpoint has values for; which they were is not known
-    in checkpoints of earlier versions."""
-    progress = after(StageProgress(0, began=10), 0.9, 0.9, {"eval/all/avg@1": 0.5}, {"eval/all/avg@1": 0.5})
-    assert progress.following(STAGES, 12) == 1
-    for saved in (progress, StageProgress(0, 3, ((0.1, 0.30000000000000004), ()))):
-        assert StageProgress.from_json(saved.to_json()) == saved
-    assert StageProgress.from_json(None) == StageProgress()
-    solved, plateau = SHORT.until
-    for until, values in (
-        ((plateau, solved), ((0.5, 0.5), (0.9, 0.9))),
-        ((Solved(share=0.6, window=2), plateau), ((), (0.5, 0.5))),
-        ((Steady(window=1), Steady(window=1, metric="rollout/reward")), ((), ())),
-        ((solved,), ((0.9, 0.9),)),
-        ((), ()),
-    ):
-        assert progress.read_by(replace(SHORT, until=until)) == values
-    for values in ((), ((0.9, 0.9),), ((0.9, 0.9), (0.5,), (1.0,))):
-        progress = StageProgress(0, began=10, values=values)
-        assert [progress.following(STAGES, step) for step in (12, 14)] == [0, 1]
-        assert after(progress, 0.5).values == ((0.5,), ())

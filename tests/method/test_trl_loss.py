@@ -1,7 +1,4 @@
-"""The losses that TRL has too are TRL's: `GRPOTrainer` computes loss and gradient of the same weights and rollouts.
-
-What differs by choice is in docs/methods.md, "Choices where libraries differ".
-"""
+"""The losses that TRL has too are TRL's: `GRPOTrainer` computes loss and gradient of the same weights and rollouts."""
 
 import contextlib
 import io
@@ -12,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.config import read_config
+from grpo_roc_jax import ModelConfig, Scores, read_config, train_rows
 from grpo_roc_jax.learner.loss import batch_loss, token_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, pack
-from grpo_roc_jax.method.compose import Scores, train_rows
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.transformer import forward
 from grpo_roc_jax.run.components import fit_length
-from tests.helpers.method_groups import make_group, other
+from tests.helpers.method_groups import make_group, other, trajectories
 from tests.helpers.published_models import VOCAB, need_reference, need_transformers, save_model
 
 pytestmark = pytest.mark.slow  # 40 s of processor time, half of it imports
@@ -57,14 +52,12 @@ def shared(tmp_path_factory):
 def make_groups(config, params):
     """Groups of random tokens with observations behind them. The policy that sampled differs from the current one by
     nearly nothing, by little or by so much that every bound is passed, row by row."""
-    rng = np.random.default_rng(5)
-    groups = []
+    rng, groups = np.random.default_rng(5), []
     for index in range(GROUPS):
         lengths, observed = rng.integers(1, 9, SIZE), rng.integers(0, 4, SIZE)
         rewards = np.r_[1.0, 0.0, rng.integers(0, 2, SIZE - 2)]
         group = make_group(rewards, uid=f"p{index}", lengths=lengths, observation=observed, prompt=[PROMPT] * SIZE)
-        tokens = [rng.integers(1, VOCAB, trajectory.length).astype(np.int32) for trajectory in group.trajectories]
-        olds = []
+        tokens, olds = [rng.integers(1, VOCAB, t.length).astype(np.int32) for t in group.trajectories], []
         for trajectory, ids in zip(group.trajectories, tokens, strict=True):
             noise = rng.normal(0, rng.choice([1e-4, 0.1, 1.2]), len(ids)).astype(np.float32)
             olds.append(np.where(trajectory.policy_mask, current(config, params, ids) + noise, 0.0).astype(np.float32))
@@ -107,26 +100,20 @@ def theirs(rows, trl, source, settings, folder):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "report_to": "none", **settings}
     arguments = trl.GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, **settings)
-    trainer = trl.GRPOTrainer(
-        model=str(source),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": "a"}] * 4),
-        processing_class=tokenizer,
-    )
+    others = {"train_dataset": Dataset.from_list([{"prompt": "a"}] * 4), "processing_class": tokenizer}
+    trainer = trl.GRPOTrainer(str(source), lambda completions, **_: [0.0] * len(completions), arguments, **others)
 
     def completions(name, dtype):
         values = [np.asarray(getattr(row, name))[PROMPT:] for row in rows]
         return torch.tensor(np.stack([np.pad(value, (0, LONGEST - len(value))) for value in values])).to(dtype)
 
     sampled = completions("policy_mask", torch.long)
+    present = [[t < len(row.tokens) - PROMPT for t in range(LONGEST)] for row in rows]
     inputs = {
         "prompt_ids": torch.tensor(np.stack([row.tokens[:PROMPT] for row in rows])).long(),
         "prompt_mask": torch.ones(len(rows), PROMPT, dtype=torch.long),
         "completion_ids": completions("tokens", torch.long),
-        "completion_mask": torch.tensor(
-            [[t < len(row.tokens) - PROMPT for t in range(LONGEST)] for row in rows]
-        ).long(),
+        "completion_mask": torch.tensor(present).long(),
         "tool_mask": sampled,
         "advantages": torch.tensor([float(row.advantages[row.policy_mask][0]) for row in rows]),
         "old_per_token_logps": completions("logprobs_old", torch.float32),
@@ -144,7 +131,7 @@ def test_loss_and_gradient_are_those_of_trl(shared, name, tmp_path):
     trl, source, config, params = shared
     groups = make_groups(config, params)
     rng = np.random.default_rng(6)
-    every = [t for group in groups for t in group.trajectories]
+    every = trajectories(groups)
     references = [current(config, params, t.tokens) + rng.normal(0, 0.5, t.length).astype(np.float32) for t in every]
     references = [np.where(t.policy_mask, r, 0).astype(np.float32) for t, r in zip(every, references, strict=True)]
     words, settings = LOSSES[name]

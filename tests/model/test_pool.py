@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import NamedSharding, P
 
 from grpo_roc_jax.model import pool as pools
 from grpo_roc_jax.model.block_attention import Limits, attend_window
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
-from grpo_roc_jax.model.low_precision import exact, plain_layer, quantized_layer, rounded, scaled_orders
-from grpo_roc_jax.model.paged import attend_table, check_paged
-from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.low_precision import exact, rounded, scaled_orders
+from grpo_roc_jax.model.paged import attend_table
 from tests.helpers.engine_checks import interpreted  # noqa: F401
 
 CONFIG = ModelConfig(d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=11)
@@ -23,22 +21,18 @@ SIZE = pools.PoolSize(blocks=45, columns=4, slots=5, shared=4)
 B, K, H, W, C = 5, 2, 8, 6, 4
 NONE = SIZE.blocks
 CPU, GPU, TPU = map(pools.cache_orders, ("cpu", "gpu", "tpu"))
-SLOW = pytest.mark.slow
-LIMITS = [pytest.param(orders, LIMITED, marks=SLOW) for orders in (GPU, TPU)]
-"""Limits on what is read are those of one layout as of another."""
-EACH = pytest.mark.parametrize("orders, config", [*((o, CONFIG) for o in (CPU, GPU, TPU)), (CPU, LIMITED), *LIMITS])
+EACH = pytest.mark.parametrize("orders, config", [*((orders, CONFIG) for orders in (CPU, GPU, TPU)), (CPU, LIMITED)])
 
 
-def filled(orders, size=SIZE):
+def filled(orders):
     """A pool of random numbers, and its keys and values as [L,N,C,K,H]."""
-    rng = np.random.default_rng(0)
-    k, v = rng.normal(size=(2, CONFIG.layers, size.blocks, C, K, H)).astype(np.float32)
-    pool = pools.allocate(CONFIG, size, jnp.float32, orders)
+    k, v = np.random.default_rng(0).normal(size=(2, CONFIG.layers, SIZE.blocks, C, K, H)).astype(np.float32)
+    pool = pools.allocate(CONFIG, SIZE, jnp.float32, orders)
 
     def arena(layer, part):
-        start, end = part.start, part.start + part.blocks
+        own = slice(part.start, part.start + part.blocks)
         leaves = zip((k, v), orders, strict=True)
-        return tuple(jnp.asarray(np.einsum(f"nskh->n{order}", leaf[layer, start:end])) for leaf, order in leaves)
+        return tuple(jnp.asarray(np.einsum(f"nskh->n{order}", leaf[layer, own])) for leaf, order in leaves)
 
     layers = tuple(tuple(arena(layer, part) for part in pool.arenas) for layer in range(CONFIG.layers))
     assert jax.tree.map(jnp.shape, layers) == jax.tree.map(jnp.shape, pool.layers)
@@ -76,13 +70,6 @@ POSITION = np.array([13, 8, 23, 9, 0], np.int32)
 ACTIVE = np.array([True, True, True, False, True])
 
 
-def test_arenas_grow_with_the_blocks_of_a_slot():
-    arenas = [(0, 4, 8), (4, 10, 1), (14, 10, 1), (24, 20, 1), (44, 1, 1)]
-    assert [tuple(arena) for arena in SIZE.arenas(pools.IN_PLACE)] == arenas
-    assert [tuple(arena) for arena in SIZE.arenas(("ksh", "ksh"))] == [(0, 45, 1)]
-    assert pools.allocate(CONFIG, SIZE, jnp.float32, pools.IN_PLACE, shards=3).layers[0][0][0].shape == (12, K, H, C)
-
-
 @EACH
 @pytest.mark.parametrize("few", [False, True])
 def test_a_token_of_each_row(orders, config, few, monkeypatch):
@@ -100,8 +87,7 @@ def test_a_token_of_each_row(orders, config, few, monkeypatch):
     def run(pool):
         readers = pools.readers_of(pool, table, active)
         assert bool(readers) is (orders[:2] == pools.IN_PLACE and not few)
-        places = pools.token_places(pool, position, active, table, readers)
-        writer = pools.PoolWriter(pool, config)
+        places, writer = pools.token_places(pool, position, active, table, readers), pools.PoolWriter(pool, config)
         out = [writer.attend_token(layer, places)(q, new_k, new_v) for layer in range(2)]
         return out, writer.pool()
 
@@ -139,36 +125,11 @@ def test_a_span_attends_to_the_row_and_to_itself_and_padding_is_dropped(orders, 
         np.testing.assert_array_equal(part, wanted)
 
 
-@pytest.mark.parametrize("orders", [CPU, GPU, TPU], ids="-".join)
-def test_blocks_are_copied_between_arenas(orders):
-    pool, k, _ = filled(orders)
-    copies, nothing = jnp.array([[44, 44, 7], [3, 5, NONE]]), jnp.zeros((2, 1), jnp.int32)
-    copied = jax.jit(pools.copy_blocks, donate_argnums=0)(pool, copies, nothing)
-    expected = k[1].copy()
-    expected[[3, 5]] = expected[44]
-    np.testing.assert_array_equal(unfilled(copied, 1)[0], expected)
-
-
 def test_numbers_by_hand():
     """Scales 2.54 / 127 and 1 (all zeros); halves go to the even neighbor."""
     stored, scale = rounded(jnp.array([[2.54, -1.0, 0.05], [0.0, 0.0, 0.0]]), 1, jnp.int8)
     np.testing.assert_allclose(scale, [0.02, 1.0], rtol=1e-6)
     np.testing.assert_array_equal(stored, [[127, -50, 2], [0, 0, 0]])
-    stored, scale = rounded(jnp.array([448.0, -17.0, 1.0]), 0, jnp.float8_e4m3fn)
-    assert scale == 1
-    np.testing.assert_array_equal(stored.astype(jnp.float32), [448.0, -16.0, 1.0], "3 bits after the first")
-
-
-def test_a_matrix_has_a_scale_for_each_output():
-    rng = np.random.default_rng(0)
-    layer = {"wq": rng.normal(size=(6, 2, 3)), "wo": rng.normal(size=(2, 3, 6)), "mlp_norm": np.ones(6)}
-    stored = quantized_layer({name: jnp.asarray(leaf, jnp.float32) for name, leaf in layer.items()}, 8)
-    assert stored["wq"].scales.shape == (1, 2, 3) and stored["wo"].scales.shape == (1, 1, 6)
-    assert stored["wo"].codes.dtype == jnp.int8 and stored["mlp_norm"].dtype == jnp.float32
-    back = plain_layer(stored, jnp.float32)
-    assert back.keys() == layer.keys()
-    np.testing.assert_allclose(back["wq"], layer["wq"], atol=np.abs(layer["wq"]).max() / 254 + 1e-6)
-    np.testing.assert_allclose(stored["wo"].scales[0, 0], np.abs(layer["wo"]).max(axis=(0, 1)) / 127, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", "int8"), ("gpu", "float8"), ("tpu", "int8")])
@@ -194,10 +155,9 @@ def test_attention_reads_what_rounding_leaves(platform, dtype):
         places = pools.token_places(pool, position, active, table, pools.readers_of(pool, table, active))
         return span[:, :7], writer.attend_token(0, places)(token[0], *map(change, token[1:])), writer.pool()
 
-    size = pools.PoolSize(6, 4, 2, shared=2)
+    run, size = jax.jit(run, static_argnums=1), pools.PoolSize(6, 4, 2, shared=2)
     few = pools.allocate(config, size, jnp.float32, scaled_orders(orders), stored=stored)
     assert {leaf.dtype for leaf in jax.tree.leaves(few.layers)} == {jnp.dtype(stored), jnp.dtype(jnp.float32)}
-    run = jax.jit(run, static_argnums=1)
     many = pools.allocate(config, size, jnp.float32, orders)
     (*got, after), (*wanted, plain) = run(few, lambda x: x), run(many, near)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), got, wanted)
@@ -205,65 +165,20 @@ def test_attention_reads_what_rounding_leaves(platform, dtype):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), values, plain.layers[0])
 
 
-def paged(rows, limits, dtype="float32", heads=2):
-    """(queries, keys and values of three pages a row in turn, tables, context by XLA of so many columns)."""
-    rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(size=(3 * rows, 16, heads, 128)), dtype) for _ in range(2))
-    q = jnp.asarray(rng.normal(size=(rows, 1, 2 * heads, 128)), dtype)
-    # Two shards of rows have a half of the pages each.
-    table = np.concatenate([rng.permutation(part) for part in np.split(np.arange(3 * rows), 2)]).reshape(rows, 3)
-    table = jnp.asarray(table, jnp.int32)
-
-    def by_xla(seen):
-        limits_ = Limits(limits.get("window", 0), limits.get("cap", 0.0))
-        return attend_window(q, lambda pages: (k[pages], v[pages]), table, seen[:, None] - 1, ("skh", "skh"), limits_)
-
-    return q, pools.in_turn(k, v), table, by_xla
-
-
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("dtype", "heads", "limits", "bound"),
-    [("float32", 1, {"window": 7, "cap": 1.5}, 1e-5), pytest.param("bfloat16", 2, {}, 0.02, marks=SLOW)],
+    [("float32", 1, {"window": 7, "cap": 1.5}, 1e-5), pytest.param("bfloat16", 2, {}, 0.02, marks=pytest.mark.slow)],
 )
 def test_a_token_of_each_row_by_the_paged_kernel(dtype, heads, limits, bound):
     """More rows than a block of queries holds, of one column, of whole pages, and of all columns."""
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(30, 16, heads, 128)), dtype) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(10, 1, 2 * heads, 128)), dtype)
+    table = jnp.asarray(rng.permutation(30).reshape(10, 3), jnp.int32)
     seen = jnp.array([1, 5, 16, 17, 40, 48, 2, 31, 33, 1], jnp.int32)
-    q, leaf, table, by_xla = paged(10, limits, dtype, heads)
-    got, wanted = attend_table(q, leaf, table, seen, **limits), by_xla(seen)
+    bounds = Limits(limits.get("window", 0), limits.get("cap", 0.0))
+    wanted = attend_window(q, lambda pages: (k[pages], v[pages]), table, seen[:, None] - 1, ("skh", "skh"), bounds)
+    got = attend_table(q, pools.in_turn(k, v), table, seen, **limits)
     assert got.dtype == wanted.dtype == dtype
     np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=bound)
-
-
-@SLOW
-@pytest.mark.usefixtures("interpreted")
-def test_heads_and_rows_of_the_paged_kernel_over_devices():
-    """The engine's `shard_map` splits rows, the one around the kernel splits heads."""
-    mesh = make_mesh(ShardingConfig(data=2, tensor=2), jax.devices()[:4])
-    q, leaf, table, by_xla = paged(4, {})
-    seen = jnp.array([1, 20, 48, 33], jnp.int32)
-    attend = partial(attend_table, mesh=mesh)
-    split = jax.shard_map(
-        attend, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"), axis_names={"data"}, check_vma=False
-    )
-    specs = P("data"), P("data", None, "tensor", None), P("data"), P("data")
-    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((q, leaf, table % 6, seen), specs, strict=True)]
-    np.testing.assert_allclose(jax.jit(split)(*placed), by_xla(seen), atol=1e-5)
-    alone = make_mesh(ShardingConfig(tensor=2), jax.devices()[:2])
-    got = jax.jit(lambda *x: attend_table(*x, mesh=alone))(q, np.asarray(leaf), table, seen)
-    np.testing.assert_allclose(got, by_xla(seen), atol=1e-5)
-
-
-def test_what_the_kernel_does_not_take_is_refused_by_name():
-    model = replace(CONFIG, head_dim=128, compute_dtype="bfloat16")
-    for heads in (1, 2, 4, 8, 16, 24):
-        check_paged(replace(model, kv_heads=heads, heads=heads), "tpu")
-    check_paged(replace(model, kv_heads=8, heads=8), "tpu", tensor=8)
-    for change, platform, message in (
-        ({"head_dim": 64}, "tpu", "model.head_dim = 64: must be a multiple of 128"),
-        ({"kv_heads": 3, "heads": 3}, "tpu", r"= 3 over 1 devices: must be 1, 2 or 4 a device, or a multiple of 8"),
-        ({"compute_dtype": "float16"}, "tpu", "in float16: must be bfloat16 or float32"),
-        ({}, "cpu", "on cpu: the kernel is for TPUs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_paged(replace(model, **change), platform)

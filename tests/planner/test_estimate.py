@@ -1,6 +1,5 @@
 """Formulas beside programs: what a plan by arithmetic says of an update is held against the compiled program."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -10,23 +9,17 @@ from typing import Any
 import jax
 import pytest
 
-from grpo_roc_jax.config import Config
-from grpo_roc_jax.engine.engine import make_engine
+import grpo_roc_jax as g
 from grpo_roc_jax.learner.update import make_update_step
-from grpo_roc_jax.model.config import FULL, GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
-from grpo_roc_jax.model.rope_scaling import ProportionalRopeScaling
+from grpo_roc_jax.model import rope_scaling, transformer
+from grpo_roc_jax.model.config import FULL, GatedDelta, Mixture, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.sharding import axes_to_spec, device_bytes, make_mesh, row_shards
-from grpo_roc_jax.model.transformer import layer_shapes, layers_with
+from grpo_roc_jax.planner import arguments, known_shapes, roofline, suggest
 from grpo_roc_jax.planner import plan as planning
-from grpo_roc_jax.planner.arguments import batch_like
 from grpo_roc_jax.planner.estimate import Deployment, estimate, work_of
-from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
-from grpo_roc_jax.planner.roofline import Needs, kind_of
-from grpo_roc_jax.planner.suggest import with_settings
 from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.run.policy import policy_like, trained_like
 from grpo_roc_jax.settings.cli import load_config
-from tests.helpers.planning import deployment
 
 RECIPES = sorted(path.name for path in Path("configs").glob("*.yaml"))
 AXES, REMATS = ("data", "fsdp", "tensor"), ("full", "attention", "none")
@@ -34,7 +27,7 @@ ADAPTER = ["--lora.kind", "low_rank", "--lora.rank", "4", "--lora.targets", "[q_
 TRAINED = {"full": [], "adapter": ADAPTER, "adapter, 4 bits": [*ADAPTER, "--lora.base_bits", "4"]}
 
 
-def small(model: ModelConfig) -> ModelConfig:
+def small(model: g.ModelConfig) -> g.ModelConfig:
     """A model of the same family, of a size that compiles in seconds."""
     sizes = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab_size": 256, "layers": 3}
     windows, experts = model.windows, model.experts
@@ -56,42 +49,32 @@ def small(model: ModelConfig) -> ModelConfig:
 
 
 SIZES = {"d_model": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "d_ff": 256, "vocab_size": 256, "layers": 4}
-tiny = partial(ModelConfig, **SIZES, compute_dtype="float32")
+tiny = partial(g.ModelConfig, **SIZES, compute_dtype="float32")
 gemma = partial(tiny, qk_norm=True, post_norms=True)
 LATENT = SomeExtras(latent=32, latent_query=32, latent_key=16, latent_value=32)
 FACTORS = SomeExtras(scale_embed=True, query_scale=1.0, value_norm=True, layer_factors=True)
 SCALED = {"extras": SomeExtras(scale_embed=True), "windows": SlidingWindows((64, 64, 0), 1e4)}
 WIDE = SlidingWindows((64, 0), 1e4, full_head_dim=64, full_kv_heads=2)
 SIGMOIDS = Mixture(4, 2, scores="sigmoid", shared=64, dense_layers=1, dense_ff=256)
-FIRST = Mixture(4, 1, norm_weights=False, scores="sigmoid_input", shared=64, every=2, dense_ff=256)
 MAMBA = GatedDelta(key_heads=2, value_heads=4, key_dim=16, value_dim=32, every=2, form="mamba2")
-PAIRS = SomeExtras(rotary_pairs=True, rotary_layers=(True, False), rotated_norm=True)
-GEMMA4 = gemma(
-    extras=FACTORS, windows=replace(WIDE, full_keys_as_values=True), rope_scaling=ProportionalRopeScaling(share=0.25)
-)
+SHARE = rope_scaling.ProportionalRopeScaling(share=0.25)
+GEMMA4 = gemma(extras=FACTORS, windows=replace(WIDE, full_keys_as_values=True), rope_scaling=SHARE)
 E2B = {"layers": 6, "extras": replace(FACTORS, layer_embed=32)}
 FAMILIES = {
     "Qwen2": tiny(qkv_bias=True, tie_embeddings=True),
     "Gemma 2, 3": gemma(**SCALED, tie_embeddings=True),
-    "OLMo 3": tiny(qk_norm="whole", post_norms="only", windows=SlidingWindows((64, 64, 64, 0))),
     "Qwen3-MoE": tiny(d_ff=64, qk_norm=True, experts=Mixture(4, 2)),
-    "Qwen3.5-MoE": small(KNOWN_SHAPES["Qwen/Qwen3.5-35B-A3B"]),
-    "Granite 3": tiny(extras=SomeExtras(residual_factor=0.5, logit_divisor=2.0)),
+    "Qwen3.5-MoE": small(known_shapes.KNOWN_SHAPES["Qwen/Qwen3.5-35B-A3B"]),
     "Granite 4 H": tiny(windows=MAMBA),
-    "GLM-4": tiny(post_norms=True, extras=SomeExtras(rotary_share=0.5, rotary_pairs=True)),
     "GLM-4.5": tiny(d_ff=64, experts=SIGMOIDS),
     "DeepSeek-V3": tiny(d_ff=64, kv_heads=1, head_dim=48, extras=LATENT, experts=SIGMOIDS),
-    "gpt-oss": small(KNOWN_SHAPES["openai/gpt-oss-20b"]),
-    "Ministral 3": tiny(extras=SomeExtras(query_growth=0.1, query_length=64)),
+    "gpt-oss": small(known_shapes.KNOWN_SHAPES["openai/gpt-oss-20b"]),
     "Gemma 4": GEMMA4,
     "Gemma 4 E2B": replace(GEMMA4, **E2B, windows=replace(WIDE, shared_layers=4, shared_ff=512)),
-    "Llama 4": tiny(d_ff=64, windows=SlidingWindows((64, 0), chunked=True), extras=PAIRS, experts=FIRST),
 }
 
 
-def deployed(
-    recipe: str, trained: str, axis: str, model: ModelConfig | None = None, settings: dict[str, Any] | None = None
-) -> Deployment:
+def deployed(recipe: str, trained: str, axis: str, model: g.ModelConfig | None, settings: Any = None) -> Deployment:
     """A run on two devices, or two along each of several axes, with short rows."""
     axes = axis.split(", ")
     devices = 2 ** len(axes)
@@ -99,33 +82,18 @@ def deployed(
     if model and model.delta and trained != "full":  # else the first layer would need no gradient
         words += ["--lora.targets", "[q_proj, o_proj, out_proj]"]
     words += [f"--sharding.{name}={2 if name in axes else 1}" for name in ("data", "fsdp", "sequence", "tensor")]
-    config = planning.chosen_stages(load_config(Config, words, prog="test"), "")[0]
+    config = planning.chosen_stages(load_config(g.Config, words, prog="test"), "")[0]
     sizes = {"rollout.max_prompt_tokens": 128, "rollout.max_response_tokens": 128, "rollout.append_lengths": (32, 64)}
     sizes |= {"batch.row_length": 256, "batch.rows": 4, "update.attention": "blocked", "rollout.kv_tokens": 0}
-    config = with_settings(config, sizes | {"rollout.kv_start": 0} | (settings or {}))
-    model = model or small(KNOWN_SHAPES.get(config.model.path) or config.model)
+    config = suggest.with_settings(config, sizes | {"rollout.kv_start": 0} | (settings or {}))
+    model = model or small(known_shapes.KNOWN_SHAPES.get(config.model.path) or config.model)
     mesh, topology = make_mesh(config.sharding, jax.devices()[:devices]), parse_topology(f"h100:{devices}")
     return Deployment(config, model, mesh, topology, replace(work_of(config, mesh, topology, 0.0), response=192.0))
 
 
-def compared(deployment: Deployment) -> tuple[Needs, Needs]:
-    """What the update needs as compiled, and by arithmetic."""
-    config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
-    state, base = trained_like(config, model, mesh)
-    step = make_update_step(model, config.surrogate, config.optim, config.update, mesh, lora=config.lora)
-    lowered = step.lower(state, batch_like(config, mesh, model), *(() if base is None else (base,)))
-    counts = [work.micro_batches / work.updates, planning.attention_trip_count(work)]
-    return planning.read_needs("update", lowered, 0.0, counts, lambda line: None), estimate(deployment)[-1]
-
-
-SAMPLED_ON = [
-    *product(FAMILIES, TRAINED, ("tensor", "fsdp, tensor")),
-    *product(("Qwen2", "GLM-4.5", "Gemma 4"), TRAINED, ("data", "fsdp", "sequence, tensor")),
-]
-SAMPLED_ON = [
-    pytest.param(*case, marks=[pytest.mark.slow] * (case[1:] != ("full", "tensor") and case[0] != "GLM-4.5"))
-    for case in SAMPLED_ON
-]
+SAMPLED_ON = [*product(FAMILIES, TRAINED, ("tensor", "fsdp, tensor")), *product(("Qwen2",), TRAINED, ("data", "fsdp"))]
+SLOW = [case[1:] != ("full", "tensor") and case[0] != "GLM-4.5" for case in SAMPLED_ON]
+SAMPLED_ON = [pytest.param(*case, marks=[pytest.mark.slow] * slow) for case, slow in zip(SAMPLED_ON, SLOW, strict=True)]
 """Family, what is trained, axes of the mesh."""
 
 
@@ -137,7 +105,7 @@ def test_weights_and_cache_of_the_sampler_by_arithmetic_are_the_arrays_of_the_en
     config, model, mesh, parts = deployment.config, deployment.model, deployment.mesh, deployment.memory_parts()
     state, base = trained_like(config, model, mesh)
     policy = policy_like(config.lora, state, base)
-    engine = make_engine(model, config.rollout, config.sampling, [0], mesh)
+    engine = g.make_engine(model, config.rollout, config.sampling, [0], mesh)
     sampled = engine.published_like(policy)
     shared = [
         leaf
@@ -152,25 +120,23 @@ def test_weights_and_cache_of_the_sampler_by_arithmetic_are_the_arrays_of_the_en
     assert [needs.arguments for needs in programs] == [device_bytes(sampled) + parts["cache"]] * 2
 
 
-def sums_apart(model: ModelConfig, config: Config) -> int:
+def sums_apart(model: g.ModelConfig, config: g.Config) -> int:
     """Sums over `tensor` of the size of the residual stream that the CPU sends in a micro-batch besides those of the
     inputs and outputs of blocks: of a block's products, of two kinds of experts, and of the even and odd inputs of a
     matrix in 4 bits it sends each alone, where the compilers of accelerators send their sum."""
-    shapes = layer_shapes(model)
+    shapes = transformer.layer_shapes(model)
     readers = [name for name, (_, axes) in shapes.items() if axes[0] == "embed" and "tensor" in axes_to_spec(axes)]
     readers += ["router"] * ("router" in shapes)  # the experts of a device read their input together
     outputs = [name for name in shapes if name.removeprefix(FULL) in ("wo", "w_out", "w_down", "s_down", "d_down")]
     in_halves = 2 - bool(model.experts.count)  # attention's and, where it is not of experts, the feed-forward's
     halves = (in_halves + (config.update.remat != "none")) * model.layers if config.lora.base_bits == 4 else 0
-    return sum(len(layers_with(name, model)) for name in readers + outputs) - 4 * model.layers + halves
+    return sum(len(transformer.layers_with(name, model)) for name in readers + outputs) - 4 * model.layers + halves
 
 
-DEFAULT = [
-    ("full", "fsdp", "full"),
-    ("full", "tensor", "none"),
-    ("adapter", "data", "full"),
-    ("adapter", "fsdp", "none"),
-]
+LESS = pytest.mark.xfail(strict=True, reason="the formula leaves out what attention to latent vectors moves")
+SAMPLED = [pytest.param(name, marks=[LESS] * bool(model.extras.latent)) for name, model in FAMILIES.items()]
+DEFAULT = [("full", "fsdp", "full"), ("full", "tensor", "none"), ("adapter", "fsdp", "none")]
+DEFAULT += [("adapter", "data", "full")]
 """Each axis and each kind of trained parameters, and the memory that programs were wrong in; the rest is slow."""
 SMALL = "qwen3_0_6b_gsm8k.yaml"
 SEVERAL_AXES = ("data, fsdp", "data, tensor", "fsdp, tensor", "data, fsdp, tensor")
@@ -187,11 +153,15 @@ CASES = [pytest.param(*case, marks=[pytest.mark.slow] * (case not in CHOSEN)) fo
 @pytest.mark.parametrize(("recipe", "family", "trained", "axis", "remat"), CASES)
 def test_an_update_by_arithmetic_is_that_of_the_program(recipe, family, trained, axis, remat):
     deployment = deployed(recipe, trained, axis, FAMILIES.get(family), {"update.remat": remat})
-    program, formula = compared(deployment)
-    model, mesh = deployment.model, deployment.mesh
-    batch = device_bytes(batch_like(deployment.config, mesh, model))
+    config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
+    (state, base), batch = trained_like(config, model, mesh), arguments.batch_like(config, mesh, model)
+    step = make_update_step(model, config.surrogate, config.optim, config.update, mesh, lora=config.lora)
+    lowered = step.lower(state, batch, *(() if base is None else (base,)))
+    counts = [work.micro_batches / work.updates, planning.attention_trip_count(work)]
+    program = planning.read_needs("update", lowered, 0.0, counts, lambda line: None)
+    formula = estimate(deployment)[-1]
     # A program takes no leaf of a batch that it does not read.
-    assert formula.arguments - batch <= program.arguments <= formula.arguments
+    assert formula.arguments - device_bytes(batch) <= program.arguments <= formula.arguments
     assert program.results == pytest.approx(formula.results, abs=1024), "the metrics come on top"
     if not model.experts.count:  # the CPU multiplies a token by every expert
         assert formula.flops == pytest.approx(program.flops, rel=0.15)
@@ -200,43 +170,9 @@ def test_an_update_by_arithmetic_is_that_of_the_program(recipe, family, trained,
     if axis == "data":  # once, after the last micro-batch, in float32
         assert formula.moved == pytest.approx(program.moved, rel=0.01)
         return
-    work, tensor = deployment.work, mesh.shape["tensor"]
-    tokens = work.micro_rows // row_shards(mesh) * work.row_length * work.micro_batches / work.updates
-    apart = sums_apart(model, deployment.config) * tokens * model.d_model * 4 * (tensor - 1) / tensor
+    tokens, tensor = work.micro_rows // row_shards(mesh) * work.row_length * counts[0], mesh.shape["tensor"]
+    apart = sums_apart(model, config) * tokens * model.d_model * 4 * (tensor - 1) / tensor
     assert 0.8 < formula.moved / (program.moved - summed / 2 - apart) < 1.25
-
-
-STORED = [(number, stage, 0, "v5p:4x4x4") for number, stage in ((1, "8k"), (2, "12k"), (3, "hard"))]
-STORED += [
-    pytest.param(number, stage, slots, "v6e:8x8", marks=pytest.mark.slow)
-    for number, stage, slots in ((1, "8k", 24), (2, "12k", 16), (3, "hard", 16))
-]
-
-
-@pytest.mark.parametrize(("number", "stage", "slots", "topology"), STORED)
-def test_updates_of_14b_by_arithmetic_are_those_of_the_stored_plans(number, stage, slots, topology):
-    """The all-reduces of the stored plans are sums over `tensor` of which each device keeps a part: gradients of the
-    inputs of attention and feed-forward, in bfloat16."""
-    stored = f"benchmarks/results/plan_rstar2_stage{number}_{topology.replace(':', '_')}.json"
-    report = json.loads(Path(stored).read_text())
-    program = next(needs for needs in report["programs"] if needs["name"] == "update")
-    more = [f"--rollout.slots={slots}"] if slots else []
-    given = {"topology": topology, "stage": stage, "shape": "Qwen/Qwen3-14B"}
-    planned = deployment("configs/rstar2_qwen3_14b.yaml", *more, **given)
-    formula, work, model = estimate(planned)[-1], planned.work, planned.model
-    assert work.micro_batches == report["work"]["micro_batches"]
-    sums = work.micro_rows // row_shards(planned.mesh) * work.row_length * model.d_model * 4
-    sums *= model.layers * work.micro_batches
-    assert program["collectives"]["all-reduce"]["bytes"] / sums == pytest.approx(1.0, abs=0.05)
-    moved = sum(entry["moved"] for entry in program["collectives"].values())
-    assert 0.8 < formula.moved / (moved - program["collectives"]["all-reduce"]["moved"] / 2) < 1.25
-    assert formula.flops == pytest.approx(program["flops"], rel=0.01)
-
-
-LEFT_OUT = pytest.mark.xfail(
-    strict=True, reason="the formula leaves out what attention to latent vectors moves in a step"
-)
-SAMPLED = [pytest.param(name, marks=[LEFT_OUT] * bool(model.extras.latent)) for name, model in FAMILIES.items()]
 
 
 @pytest.mark.slow
@@ -246,7 +182,7 @@ def test_what_sampling_sends_by_arithmetic_is_what_its_programs_send(family):
     settings = {"rollout.slots": 8, "rollout.narrow": (), "rollout.append_rows": 8, "rollout.attention": "xla"}
     deployment = deployed("qwen3_0_6b_gsm8k.yaml", "full", "tensor", FAMILIES[family], settings)
     compiled = planning.compile_programs(deployment, ("append", "decode"), lambda line: None)
-    programs = {kind_of(needs.name): needs for needs in compiled}
+    programs = {roofline.kind_of(needs.name): needs for needs in compiled}
     formulas = {needs.name: needs for needs in estimate(deployment)}
     for kind in ("append", "decode"):
         assert formulas[kind].moved == pytest.approx(programs[kind].moved, rel=0.1), kind

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.record import checkpoint_files as files
-from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.record import metrics, trace
 from tests.pod.test_processes import LIMIT_S, assert_same_params, assert_same_run, ended, said, start, wait_for_step
 
 STEPS = 6
@@ -46,7 +45,7 @@ def test_one_of_four_is_killed_frozen_or_slow(tmp_path):
         if fault == "stop":
             dead.send_signal(signal.SIGCONT)
             assert ended([dead]) not in ([0], [-signal.SIGKILL]), said(folder)
-        done.append(max(row["step"] for row in read_metrics(folder / "run")))
+        done.append(max(row["step"] for row in metrics.read_metrics(folder / "run")))
     assert ended(start(folder, 4, 1, *words, faults={1: "rollout.chunk=sleep:0.2"})) == [0] * 4, said(folder)
     assert done == sorted(done) and done[-1] >= 1 and "resumed after step" in said(folder)
     assert_same_trajectories(folder, reference, STEPS, 0)
@@ -81,7 +80,7 @@ def test_rows_that_a_deadline_cut_go_on_in_other_processes(tmp_path):
         assert ended(processes) == [0] * count, said(folder)
         hosts = [files.read_host(folder / f"run/checkpoints/step_{steps:08d}", index)[0] for index in range(count)]
         assert hosts[0]["carried"] and all(host == hosts[0] for host in hosts)
-    records = [record for step in range(1, 9) for record in read_trace(folder / "run", step)]
+    records = [record for step in range(1, 9) for record in trace.read_trace(folder / "run", step)]
     drawn = [record.trajectory.versions[record.trajectory.policy_mask] for record in records]
     for _, change in changes[:-1]:
         assert any(versions.size and versions.min() < change <= versions.max() for versions in drawn), change
@@ -105,14 +104,14 @@ def test_two_processes_with_a_lag_are_stopped_and_one_goes_on(tmp_path):
     wait_for_step(tmp_path, 3, two)
     two[1].send_signal(signal.SIGTERM)
     assert ended(two, 120) == [143, 143], said(tmp_path)
-    steps = int(max(row["step"] for row in read_metrics(tmp_path / "run"))) + 2
+    steps = int(max(row["step"] for row in metrics.read_metrics(tmp_path / "run"))) + 2
     assert ended(start(tmp_path, 1, 2, f"--steps={steps}", *words, "--resume=auto")) == [0], said(tmp_path)
-    rows = [row for row in read_metrics(tmp_path / "run") if "rollout/lag_max" in row]
+    rows = [row for row in metrics.read_metrics(tmp_path / "run") if "rollout/lag_max" in row]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["rollout/lag_max"] for row in rows) == 1.0
     uids = []
     for step in range(1, steps + 1):
-        records = list(read_trace(tmp_path / "run", step))
+        records = list(trace.read_trace(tmp_path / "run", step))
         assert len(records) == 40, "groups are whole"
         uids += sorted({record.problem.uid for record in records})
         for record in records:

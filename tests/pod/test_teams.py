@@ -15,7 +15,6 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.engine.config import RolloutConfig, StreamedRows
-from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, processes_together
 from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.planner.topology import parse_topology
@@ -114,26 +113,19 @@ def test_who_samples_together_and_what_a_team_cannot_do():
         planned = planning.planned_mesh(config, topology, arithmetic=True)
         assert processes_together(planned, planning.processes_of(planned, topology)) == members
         assert planning.work_of(config, planned, topology, 0.0).samplers * members == 32
-    for settings, named in (
-        ({"rollout": RolloutConfig(step_limit=StreamedRows())}, "rollout.step_limit stream"),
-        ({"environment": AgentCommand(command="true")}, "environment agent"),
-    ):
-        config = {"rollout": RolloutConfig(), "environment": None, "sharding": ShardingConfig(tensor=2)} | settings
-        with pytest.raises(ValueError, match=rf"tensor = 2 lets 2 processes sample as one, which excludes {named}"):
-            check_together(SimpleNamespace(**config), mesh(2, 2, 1))
-        check_together(SimpleNamespace(**config), mesh(1, 2, 1))
+    rollout, sharding = RolloutConfig(step_limit=StreamedRows()), ShardingConfig(tensor=2)
+    config = SimpleNamespace(rollout=rollout, environment=None, sharding=sharding)
+    with pytest.raises(ValueError, match=r"lets 2 processes sample as one, which excludes rollout.step_limit"):
+        check_together(config, mesh(2, 2, 1))
+    check_together(config, mesh(1, 2, 1))
 
 
-WIDE = ("--model.heads=4", "--sharding.fsdp=1", "--sharding.tensor=4")
+WIDE = ("--sft.steps=8", "--batch.rows=8", "--model.heads=4", "--sharding.fsdp=1", "--sharding.tensor=4")
 PAIRS = ("--sharding.fsdp=1", "--sharding.tensor=2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "devices", "words"),
-    [(2, 2, ("--sft.steps=8", "--batch.rows=8", *WIDE)), (4, 1, PAIRS)],
-    ids=["one team", "two teams"],
-)
+@pytest.mark.parametrize(("count", "devices", "words"), [(2, 2, WIDE), (4, 1, PAIRS)], ids=["one team", "two teams"])
 def test_processes_that_sample_as_one_give_the_numbers_of_one_process(tmp_path, count, devices, words):
     """The second process follows: it would be killed where it ended a turn or called a tool."""
     words, faults = ("--steps=2", *words), {1: "rollout.turn=kill,tool.submit=kill"}

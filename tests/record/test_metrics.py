@@ -1,41 +1,40 @@
-"""The record is complete and without duplicates; a failing display or service does not affect the run."""
+"""The record is complete and without duplicates; a failing display or service does not affect the run. Groups,
+selections and advantages can be recomputed from the files alone."""
 
 import contextlib
 import importlib.util
-import io
 import json
 import math
+import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from grpo_roc_jax import train as training
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.compose import resample_group, subset, train_rows
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.planner.measured import chip_of, measured_lines, rates_of
 from grpo_roc_jax.planner.topology import CHIPS
-from grpo_roc_jax.record import loggers, metrics
+from grpo_roc_jax.record import loggers, metrics, trace
 from grpo_roc_jax.record.metrics import JsonlWriter, LogConfig, Trackio, WandbOffline, Writer, make_writer, read_metrics
-from grpo_roc_jax.record.profiling import Profile
 from grpo_roc_jax.record.tables import COLUMNS, tables
 from grpo_roc_jax.run.components import check_components, make_registry
-from grpo_roc_jax.settings.cli import ConfigError, load_config
+from grpo_roc_jax.settings.cli import load_config
 from tests.helpers.disks import filled, small_disk
 from tests.helpers.method_groups import method
+from tests.helpers.same import assert_same
 from tests.helpers.samples import make_group
-from tests.record.test_trace import run_step
+from tests.test_train import TINY
 
 
-@dataclass(frozen=True)
-class RunLike:
-    name: str = "run"
-    steps: int = 5
-    log: LogConfig = field(default_factory=lambda: LogConfig(console="off"))
+def config_of(**log):
+    return replace(Config(), name="run", steps=5, log=LogConfig(console="off", **log))
 
 
 def steps_in(path) -> list[int]:
@@ -43,21 +42,17 @@ def steps_in(path) -> list[int]:
 
 
 def test_rows_are_restored_with_non_finite_as_nan(tmp_path):
-    with make_writer(tmp_path, RunLike()) as writer:
+    with make_writer(tmp_path, config_of()) as writer:
         writer.write(1, {"loss/a": np.float32(0.5), "b/c": math.nan})
         writer.write(1, {"eval/gsm8k/avg@1": 1})
         writer.write(2, {"loss/a": math.inf})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert "NaN" not in text and "Infinity" not in text
     first, second = read_metrics(tmp_path)
     assert first["loss/a"] == 0.5 and math.isnan(first["b/c"]) and first["eval/gsm8k/avg@1"] == 1.0
     assert math.isnan(second["loss/a"])
-    x, y = metrics.series([first, second], "eval/gsm8k/avg@1")
-    assert x.tolist() == [1] and y.tolist() == [1]
-    assert metrics.series([first], "missing")[0].shape == (0,)
+    assert [values.tolist() for values in metrics.series([first, second], "eval/gsm8k/avg@1")] == [[1], [1]]
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "a', b'{"step": 4}\n{"st'])
+@pytest.mark.parametrize("tail", [b"", b'{"step": 4}\n{"st'])
 def test_resuming_cuts_later_and_torn_rows(tmp_path, tail):
     """The first row of a process discards its step and later ones, unless they were cut before."""
     path = tmp_path / "metrics.jsonl"
@@ -69,7 +64,6 @@ def test_resuming_cuts_later_and_torn_rows(tmp_path, tail):
         resumed = JsonlWriter(path)
         if cut:
             resumed.cut(2)
-            assert steps_in(path) == [1, 2]
         resumed.write(3, {"a": 30})
         assert steps_in(path) == [1, 2, 3] and read_metrics(path)[-1]["a"] == 30
     resumed = JsonlWriter(path)
@@ -88,17 +82,6 @@ def test_a_damaged_row_costs_no_other_row(tmp_path):
     assert [row["step"] for row in read_metrics(path)] == [1, 4, 5]
 
 
-def test_the_supervised_stage_has_a_file_of_its_own(tmp_path, capsys):
-    config = RunLike(log=LogConfig(console="plain"))
-    for _ in range(2):
-        with make_writer(tmp_path, config) as writer:
-            writer.write_sft(1, {"loss/nll": 2.5})
-            writer.write_sft(50, {"loss/nll": 0.5, "loss/other": 1.0})
-            writer.write(0, {"eval/all/avg@1": 0.25})
-    assert steps_in(tmp_path / "sft.jsonl") == [1, 50] and steps_in(tmp_path / "metrics.jsonl") == [0]
-    assert "sft   50  nll 0.5\n" in capsys.readouterr().out
-
-
 def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         writer = Writer([JsonlWriter(disk / "metrics.jsonl")])
@@ -110,11 +93,10 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
         filler.unlink()
         writer.write(200, {})
         assert steps_in(disk / "metrics.jsonl") == list(range(201))
-        assert read_metrics(disk)[150]["long/name_9"] == 150
 
 
 def test_a_vanished_directory_does_not_end_the_run(tmp_path, caplog):
-    writer = make_writer(tmp_path / "gone", RunLike())
+    writer = make_writer(tmp_path / "gone", config_of())
     writer.write(1, {"a": 1.0})
     writer.close()
     assert "JsonlWriter failed to write" in caplog.text
@@ -163,7 +145,7 @@ def fake_service(calls, fail_on=(), fail_init=False):
 def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, monkeypatch, caplog, fail_init):
     calls = []
     monkeypatch.setitem(sys.modules, "wandb", fake_service(calls, fail_on=(2,), fail_init=fail_init))
-    config = RunLike(log=LogConfig(console="off", wandb=WandbOffline(project="p")))
+    config = config_of(wandb=WandbOffline(project="p"))
     for _ in range(2):  # the second is the resumed run
         with make_writer(tmp_path, config) as writer:
             for step in (1, 2, 3):
@@ -179,147 +161,59 @@ def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, m
 
 def test_a_missing_extra_is_named_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    services = [({"wandb": kind()}, kind.package) for kind in (metrics.WandbOnline, Trackio)]
-    for options, extra in (({"tensorboard": True}, "tensorboard"), *services):
+    for options, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": Trackio()}, "trackio")):
         with pytest.raises(ModuleNotFoundError, match=rf"(?i)pip install '?{extra}"):
-            make_writer(tmp_path, RunLike(log=LogConfig(console="off", **options)))
+            make_writer(tmp_path, config_of(**options))
 
 
 def test_tensorboard_files_hold_the_scalars_and_resume_purges(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
 
-    config = RunLike(log=LogConfig(console="off", tensorboard=True))
-    with make_writer(tmp_path, config) as writer:
-        writer.write(1, {"loss/a": 0.25})
-        writer.write(2, {"loss/a": 0.5})
-    time.sleep(1.1)  # event files are named by the second
-    with make_writer(tmp_path, config) as writer:
+    with make_writer(tmp_path, config_of(tensorboard=True)) as writer:
         writer.cut(1)
         writer.write(2, {"loss/a": 0.75})
-    scalars = []
-    for path in sorted((tmp_path / "tensorboard").iterdir()):
-        content, offset = path.read_bytes(), 0
-        while offset < len(content):
-            length = int.from_bytes(content[offset : offset + 8], "little")
-            event = event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
-            scalars += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-            if event.session_log.status:
-                scalars.append((event.step, "purge", 0.0))
-            offset += 16 + length
-    assert (1, "loss/a", 0.25) in scalars and (2, "loss/a", 0.75) in scalars
-    assert (2, "purge", 0.0) in scalars
-
-
-def test_console_lines_carry_the_key_numbers():
-    row = {"rollout/reward": 0.53125, "rollout/tool_error_in_correct": 0.1, "time/step_s": 2.0, "other/x": 3.0}
-    line = loggers.format_row(7, row)
-    assert "step    7" in line and "reward 0.531" in line and "tool errors in correct 0.100" in line
-    evaluated = loggers.format_row(1, {"eval/all/avg@1": 0.25, "eval/all/turns": 3.0})
-    assert "all/avg@1 0.250" in evaluated and "turns" not in evaluated and "other" not in line
-    out, said = io.StringIO(), "[not markup] " + "x" * 60
-    with contextlib.closing(loggers.ConsoleWriter(3, "auto", Console(file=out, width=40))) as plain:
-        plain.write(7, row)
-        plain.say(said)
-    assert out.getvalue().splitlines() == [line, said]
-
-
-def records():
-    return run_step(0, method(4), [make_group(seed, 8) for seed in range(2)])[2]
-
-
-def write_tables(folder, kind, made, step):
-    """A row and the tables of a step go to a service."""
-    with make_writer(folder, RunLike(log=LogConfig(console="off", wandb=kind(project="p")))) as writer:
-        writer.sample(step, made[0], made)
-        writer.write(step, {"rollout/reward": 0.5})
-
-
-def test_the_tables_hold_every_rollout_and_the_text_of_kept_and_dropped_ones():
-    made = records()
-    by_name = tables(made)
-    assert by_name["rollouts"].columns == COLUMNS and len(by_name["rollouts"].rows) == len(made) == 16
-    for row, record in zip(by_name["rollouts"].rows, made, strict=True):
-        named = dict(zip(COLUMNS, row, strict=True))
-        assert (named["problem"], named["sample"]) == (record.problem.uid, record.trajectory.sample)
-        assert (named["verdict"], named["reward"]) == (record.verdict.status, record.verdict.reward)
-        assert (named["kept"], named["why"]) == (record.kept, record.why)
-        assert named["penalty"] == pytest.approx(named["error_penalty"] + named["format_penalty"])
-        assert (named["advantage"] is not None) is (record.advantages is not None)
-    shown = [dict(zip(by_name["trajectories"].columns, row, strict=True)) for row in by_name["trajectories"].rows]
-    assert [entry["kept"] for entry in shown] == [True, True, False, False] and all(entry["text"] for entry in shown)
-    assert tables([]) == {"rollouts": (COLUMNS, []), "trajectories": ((*COLUMNS[:12], "text"), [])}
+    scalars, (path,) = [], (tmp_path / "tensorboard").iterdir()
+    content = path.read_bytes()
+    while content:
+        length = 12 + int.from_bytes(content[:8], "little")
+        event, content = event_pb2.Event.FromString(content[12:length]), content[length + 4 :]
+        scalars += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+        scalars += [(event.step, "purge", 0.0)] * bool(event.session_log.status)
+    assert scalars == [(2, "purge", 0.0), (2, "loss/a", 0.75)]
 
 
 @pytest.mark.parametrize("kind", [WandbOffline, Trackio])
 def test_services_get_rows_and_tables(tmp_path, monkeypatch, kind):
-    calls, made = [], records()
+    calls, made = [], run_step(0, method(4), [make_group(seed, 8) for seed in range(2)])[2]
     monkeypatch.setitem(sys.modules, kind.package, fake_service(calls))
-    write_tables(tmp_path, kind, made, 5)
+    with make_writer(tmp_path, config_of(wandb=kind(project="p"))) as writer:
+        writer.sample(5, made[0], made)
+        writer.write(5, {"rollout/reward": 0.5})
     shown = {name: ("table", list(rows.columns), rows.rows) for name, rows in tables(made).items()}
+    for row, record in zip(shown["rollouts"][2], made, strict=True):
+        named = dict(zip(COLUMNS, row, strict=True))
+        assert (named["problem"], named["sample"]) == (record.problem.uid, record.trajectory.sample)
+        assert (named["kept"], named["why"], named["reward"]) == (record.kept, record.why, record.verdict.reward)
+        assert named["penalty"] == pytest.approx(named["error_penalty"] + named["format_penalty"])
     assert calls[1:] == [("log", {"step": 5} | shown), ("log", {"step": 5, "rollout/reward": 0.5}), ("finish", None)]
-
-
-def test_a_service_without_tables_gets_none_made():
-    unread = mock.MagicMock(**{"__iter__.side_effect": AssertionError("tables are made")})
-    with pytest.raises(AssertionError, match="are made"):
-        tables(unread)
-    with contextlib.closing(loggers.Background(loggers.MetricsWriter, "plain")) as background:
-        background.sample(1, None, unread)
-
-
-@pytest.mark.parametrize("kind", [WandbOffline, Trackio])
-def test_installed_services_keep_rows_and_tables_on_this_machine(tmp_path, monkeypatch, kind):
-    pytest.importorskip(kind.package, reason=f"{kind.package} is not installed")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
-        monkeypatch.delitem(sys.modules, name)  # it reads its directory when it is imported
-    for step in (1, 2) if kind is Trackio else (1,):  # the second is a resumed run
-        write_tables(tmp_path, kind, records(), step)
-    if kind is Trackio:
-        assert len(list(sys.modules["trackio"].Api().runs("p"))) == 1
-    else:
-        (run,) = (tmp_path / "wandb").glob("offline-run-*")
-        assert any("rollouts" in path.name for path in run.rglob("*.table.json"))
-
-
-WORDS = """
-toy.yaml --steps=3 --group.problems=2 --group.size=2 --eval.every=0 --sft.steps=1 --data.eval_problems=2
---rollout.slots=8 --rollout.max_response_tokens=64
-""".split()  # noqa: SIM905 (a command line reads better as one)
 
 
 @pytest.mark.slow
 def test_steps_of_a_run_are_traced(tmp_path, capsys):
-    assert training.main([*WORDS, "--run_dir", str(tmp_path / "run"), "--profile", "2:3"]) == 0
-    (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
-    assert trace.stat().st_size > 10_000, "it holds events"
+    words = [*TINY, "--steps=3", "--log.console=plain", "--run_dir", str(tmp_path / "run"), "--profile", "2:3"]
+    assert training.main(words) == 0
+    (profile,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+    assert profile.stat().st_size > 10_000, "it holds events"
     assert "steps 2 to 3" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "time/step_s" in row] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("words", ["", "0:3", "5:3", "3:", "a:b", "3-5"])
-def test_what_is_no_span_of_steps_is_refused(words):
-    assert Profile.parse("4") == Profile(4, 4)
-    with pytest.raises(ConfigError, match=r"must be the first and the last step"):
-        Profile.parse(words)
-    assert training.main(["toy.yaml", "--dry-run", f"--profile={words}"]) == 2
-
-
-def test_devices_have_the_figures_of_their_kind():
-    kinds = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100 80GB HBM3": "h100"}
-    kinds |= {"NVIDIA A100-SXM4-80GB": "a100", "Tesla T4": "t4", "NVIDIA L4": "l4", "TPU7x": "v7x"}
-    assert {kind: chip_of(kind) for kind in kinds} == {kind: CHIPS[name] for kind, name in kinds.items()}
-    assert chip_of("cpu") is None and chip_of("NVIDIA L40S") is None and chip_of("NVIDIA A100X") is None
+    assert training.main(["toy.yaml", "--dry-run", "--profile=5:3"]) == 2, "no span of steps"
 
 
 def test_rates_are_those_of_the_work_that_was_done():
     config = load_config(Config, ["toy.yaml"], prog="test")
     _, _, model, mesh, _ = check_components(config, make_registry(config))
     rates = rates_of(config, model, mesh, CHIPS["h100"])
-    assert rates_of(config, model, mesh, None) is None
+    assert rates_of(config, model, mesh, chip_of("cpu")) is None and chip_of("NVIDIA H100 80GB HBM3") == CHIPS["h100"]
     row = {"update/micro_batches": 2.0, "time/update_s": 4.0, "time/decode_s": 2.0}
     row |= {"rollout/sampled_tokens": 1024.0, "rollout/slot_use": 0.5}
     measured = rates.metrics(row)
@@ -328,8 +222,107 @@ def test_rates_are_those_of_the_work_that_was_done():
     weights = min(rates.decode.fixed_traffic, rates.decode.traffic) / rates.steps
     cached = (rates.decode.traffic / rates.steps - weights) * 0.5 * rates.read
     assert measured["rollout/decode_bytes_per_s"] == pytest.approx(steps * (weights + cached) / 2)
-    twice = rates.metrics(row | {"update/micro_batches": 4.0, "rollout/sampled_tokens": 2048.0})
-    assert all(twice[name] == pytest.approx(2 * measured[name]) for name in measured)
     (line,) = measured_lines([row | measured])
     assert "decode" in line and "update" in line and "of the peak" in line
     assert measured_lines([row]) == [] and rates.metrics({"time/update_s": 1.0}) == {}
+
+
+def run_step(seed: int, sections, groups):
+    """Selection, rows and records of one step, as the training loop makes them."""
+    rng = np.random.default_rng(seed)
+    selections = [resample_group(group, sections, rng) for group in groups]
+    trained = [subset(group, s) for group, s in zip(groups, selections, strict=True) if s.kept]
+    rows = train_rows(trained, sections, AlgoState())
+    return selections, rows, trace.step_records(5, groups, selections, trained=trained, rows=rows)
+
+
+def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path):
+    sections = method(8, resample={"kind": "roc", "positive_select": "inverse"})
+    groups = [make_group(seed, 16) for seed in range(5)]
+    again = tuple(map(replace, groups[0].trajectories))  # equal rollouts of a problem that comes twice
+    groups.append(replace(groups[0], trajectories=again, verdicts=groups[0].verdicts[::-1]))
+    selections, rows, records = run_step(9, sections, groups)
+    assert trace.TraceWriter(tmp_path).write(5, records)
+    read = list(trace.read_trace(tmp_path, 5))
+    rebuilt = trace.groups_of(read)
+    assert_same(rebuilt, groups)
+    again, rows_again, _ = run_step(9, sections, rebuilt)
+    assert_same(again, selections)
+    assert_same(rows_again, rows)
+    kept_records = [record for record in read if record.kept]
+    assert len(kept_records) == len(rows) > 0
+    for record, row in zip(kept_records, rows, strict=True):
+        mask = record.trajectory.policy_mask
+        assert np.array_equal(record.advantages[mask], row.advantages[mask])
+        assert record.penalties["total"] == record.penalties["error"] + record.penalties["format"]
+    assert {record.why for record in read} >= {"kept", "quota", "penalty"}
+    assert all(record.advantages is None for record in read if not record.kept)
+
+
+def test_advantages_that_differ_by_token_and_missing_parts_are_restored():
+    base = trace.eval_records(2, [make_group(1, 4)])
+    mask = base[0].trajectory.policy_mask
+    varied = np.where(mask, np.linspace(-1, 1, len(mask)), 0).astype(np.float32)
+    lost = replace(base[1], verdict=None, why="removed: infrastructure")
+    for record in (replace(base[0], advantages=varied, kept=True), lost, replace(base[2], context=("a", "b"))):
+        assert_same(trace.from_json(json.loads(trace.to_line(record))), record)
+    tokens, runs = base[3].trajectory.tokens, trace.runs_of(base[3].trajectory.policy_mask)
+    expected = tuple(" ".join(map(str, tokens[a:b].tolist())) for a, b, of_policy in runs if not of_policy)
+    line = trace.to_line(base[3], decode=lambda ids: " ".join(map(str, ids)))
+    assert trace.from_json(json.loads(line)).context == expected
+
+
+def test_records_of_removed_and_of_buffered_trajectories():
+    groups = [make_group(1, 8), make_group(2, 8)]
+    sections = method(4)
+    selections = [resample_group(g, sections, np.random.default_rng(0)) for g in groups]
+    lost, waiting = make_group(7, 1), make_group(8, 2)
+    trained = [waiting, subset(groups[0], selections[0])]
+    given = {"trained": trained, "rows": train_rows(trained, sections, AlgoState())}
+    records = trace.step_records(3, groups, selections, removed=[(lost.problem, lost.trajectories[0])], **given)
+    assert len(records) == 16 + 2 + 1
+    by_why = {why: [r for r in records if r.why == why] for why in {r.why for r in records}}
+    assert [r.problem.uid for r in by_why["buffered"]] == [waiting.problem.uid] * 2
+    assert all(r.advantages is not None for r in by_why["buffered"])
+    assert by_why["removed: answer"][0].verdict is None
+    assert [r.advantages is not None for r in records if r.group == 1 and r.kept] == [False] * 4  # still in the buffer
+    assert [g.problem.uid for g in trace.groups_of(records)] == [g.problem.uid for g in groups]
+
+
+@pytest.mark.parametrize("longer", [3, -1])
+def test_advantages_and_ratios_of_a_row_under_another_prompt_are_those_of_its_response(longer):
+    group, sections = make_group(1, 4), method(4)
+    selection = resample_group(group, sections, np.random.default_rng(0))
+    rows = train_rows([group], sections, AlgoState())
+    expected = [np.where(r.policy_mask, np.arange(r.length) + 1, 0).astype(np.float32) for r in rows]
+    shifted = [np.append(np.zeros(longer, np.float32), a) if longer > 0 else a[-longer:] for a in expected]
+    rows = [SimpleNamespace(advantages=a, scored=(a, a)) for a in shifted]
+    records = trace.step_records(3, [group], [selection], trained=[group], rows=rows)
+    for record, advantages in zip(records, expected, strict=True):
+        np.testing.assert_array_equal(record.advantages, advantages)
+        np.testing.assert_array_equal(record.scored[1], advantages.astype(np.float16))
+        for values in (record.scored, None):  # older logs have none
+            assert_same(trace.from_json(json.loads(trace.to_line(replace(record, scored=values)))).scored, values)
+
+
+def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path):
+    records = trace.eval_records(1, [make_group(3, 2)])
+    writer = trace.TraceWriter(tmp_path, 2)
+    assert [writer.write(step, records) for step in range(1, 7)] == [False, True] * 3
+    writer.write(4, records, kind="eval")
+    earlier = ["step 2", "eval 4", "step 4"]
+    assert [f"{kind} {step}" for _, kind, step in trace.trace_files(tmp_path)] == [*earlier, "step 6"]
+    assert len(list(trace.read_trace(tmp_path))) == 6 and len(list(trace.read_trace(tmp_path, 4, "eval"))) == 2
+    resumed = trace.TraceWriter(tmp_path)
+    assert resumed.write(5, records) and resumed.write(5, records[:1])
+    assert [f"{kind} {step}" for _, kind, step in trace.trace_files(tmp_path)] == [*earlier, "step 5"]
+    assert len(list(trace.read_trace(tmp_path, 5))) == 1
+
+
+def test_a_full_disk_costs_traces_and_not_the_run(tmp_path, caplog):
+    records = trace.eval_records(1, [make_group(3, 40)])
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        writer = trace.TraceWriter(disk)
+        assert writer.write(1, records[:2]) and not writer.write(2, records) and writer.write(3, records[:2])
+        assert writer.failures == 1 and "No space left" in caplog.text
+        assert sorted(os.listdir(disk / "trajectories")) == ["step_00000001.jsonl", "step_00000003.jsonl"]

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,14 +27,6 @@ def bucket(monkeypatch):
         for name, value in made.environ.items():
             monkeypatch.setenv(name, value)
         yield made
-
-
-@pytest.fixture(params=["file", "gs"])
-def address(request, tmp_path):
-    if request.param == "file":
-        return f"file://{tmp_path}/store/run"
-    request.getfixturevalue("bucket")
-    return "gs://bucket/some/run"
 
 
 def take_step(folder, step, keep=2):
@@ -57,13 +50,12 @@ def copy_of(address, folder):
 def resumed_step(address, folder):
     """The step at which a start in an empty directory goes on; -1 where the store holds no run."""
     copy_of(address, folder)
-    newest = files.newest_whole(folder / "checkpoints")
-    if newest is None:
+    if (newest := files.newest_whole(folder / "checkpoints")) is None:
         return -1
     files.verify(newest)
-    rows = read_metrics(folder)
-    assert [row["step"] for row in rows][: newest.step] == [*range(1, newest.step + 1)]
-    assert all((folder / f"trajectories/step_{step:08d}.jsonl").exists() for step in range(1, newest.step + 1))
+    steps = [*range(1, newest.step + 1)]
+    assert [row["step"] for row in read_metrics(folder)][: newest.step] == steps
+    assert all((folder / f"trajectories/step_{step:08d}.jsonl").exists() for step in steps)
     return newest.step
 
 
@@ -88,13 +80,12 @@ def test_whenever_the_copying_ends_the_store_holds_a_run_that_can_go_on(tmp_path
     assert begun == number - 1 > 15 and reached == {-1, 1, 2}
 
 
-@pytest.mark.parametrize("written", range(1, 12))
+@pytest.mark.parametrize("written", [1, 3, 5, 8, 11])
 def test_a_checkpoint_that_is_deleted_while_it_is_copied_holds_up_no_other(tmp_path, written):
     address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
     made, objects = copy_of(address, folder), itertools.count(1)
     take_step(folder, 1)
     take_step(folder, 2)
-    os.symlink("nowhere", folder / "link")
 
     def prune(point):
         if point == "storage.write" and next(objects) == written:
@@ -109,56 +100,30 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_holds_up_no_other(tmp_p
     assert resumed_step(address, tmp_path / "later") == 3
 
 
-def test_a_run_goes_on_elsewhere_and_the_one_before_ends(address, tmp_path, monkeypatch):
-    here, there = tmp_path / "here", tmp_path / "there"
+@pytest.mark.usefixtures("bucket")
+@pytest.mark.parametrize("store", ["file://{}/store", "gs://bucket/some"])
+def test_a_run_goes_on_elsewhere_and_the_one_before_ends(store, tmp_path):
+    address, here, there = store.format(tmp_path) + "/run", tmp_path / "here", tmp_path / "there"
     first = copy_of(address, here)
     for step in (1, 2, 3):
         take_step(here, step)
         first.copy()
-    (here / "metrics.jsonl.part").write_text("draft")
     take_step(here, 4)  # not copied any more
     there.mkdir()
     (there / "old.txt").write_text("of another run")
     assert resumed_step(address, there) == 3
-    names = sorted(path.relative_to(there).as_posix() for path in there.rglob("[a-z]*.*") if path.is_file())
-    assert [name for name in names if not name.endswith(".npz")] == [
-        *(f"checkpoints/step_0000000{step}/{name}.json" for step in (2, 3) for name in ("host_0", "manifest")),
-        "metrics.jsonl",
-        *(f"trajectories/step_0000000{step}.jsonl" for step in (1, 2, 3)),
-    ]
-    signals = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
-    first.keep(pause_s=0.0)
-    assert signals == [signal.SIGTERM]
+    assert sorted(path.name for path in there.glob("[a-z]*")) == ["checkpoints", "metrics.jsonl", "trajectories"]
+    assert len([*there.glob("checkpoints/*")]) == 2 and len([*there.glob("trajectories/*")]) == 3
+    with mock.patch("os.kill") as kill:
+        first.keep(pause_s=0.0)
+    assert kill.call_args_list == [mock.call(os.getpid(), signal.SIGTERM)]
     with pytest.raises(storage.StorageFailed, match=r"lacks the end of .*here: another run writes to"):
         first.finish()
     assert resumed_step(address, here) == 3, "what the run before has not copied is replaced"
-
-
-def test_a_start_in_the_same_directory_goes_on_with_what_is_there(address, tmp_path):
-    folder = tmp_path / "here"
-    made = copy_of(address, folder)
-    take_step(folder, 1)
-    made.copy()
-    take_step(folder, 2)  # killed before it is copied
-    again = copy_of(address, folder)
-    assert files.newest_whole(folder / "checkpoints").step == 2
-    again.copy()
-    (folder / "trajectories/step_00000002.jsonl").unlink()
-    again.copy()
-    assert not (copy_of(address, tmp_path / "there").folder / "trajectories/step_00000002.jsonl").exists()
-
-
-def test_a_start_that_is_refused_after_it_fetched_fetches_again(tmp_path):
-    address, there = f"file://{tmp_path}/store/run", tmp_path / "there"
-    take_step(tmp_path / "here", 1)
-    copy_of(address, tmp_path / "here").copy()
-    there.mkdir()
-    (there / "config.yaml").write_text("of another run")
-    with pytest.raises(ConfigError, match="other settings"), locked(there), storage.copied(address, there, True):
-        raise ConfigError("other settings")
-    (there / "metrics.jsonl").write_text("of a start in between")
-    assert resumed_step(address, there) == 1
+    with pytest.raises(ConfigError, match="other settings"), locked(here), storage.copied(address, here, True):
+        raise ConfigError("other settings")  # a start that is refused after it fetched
+    (here / "metrics.jsonl").write_text("of a start in between")
+    assert resumed_step(address, here) == 3, "it fetches again"
 
 
 def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):
@@ -166,8 +131,6 @@ def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", pauses.append)
     address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
     made = copy_of(address, folder)
-    made.finish()
-    assert not (tmp_path / "store").exists(), "nothing is copied before there is a checkpoint"
     take_step(folder, 1)
     with injected("storage.write=eio@3"):
         made.finish()
@@ -179,27 +142,18 @@ def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):
         made.finish()
 
 
-REFUSED = {
-    # Orbax takes it for a pattern.
-    r"has a '\[' in its path, where no checkpoint can": [("x[1]", ""), ("n", "runs/a [1]"), ("n", "run[s/a")],
-    "must name a directory below runs": [(name, "") for name in ("", ".", "..", "../x", "a/../..", "/", "//abs/run")],
-    "null": [("a\0b", "")],
-    "gs://BUCKET/RUN": [
-        ("n", wrong) for wrong in ("http://a/b", "gs://bucket", "gs://b/../c", "://x/y", "gs:/b/run", "s3:b/run")
-    ],
-}
-
-
 def test_what_is_refused(bucket, tmp_path, monkeypatch, capsys):
     assert choose_run_dir("n", "gs://bucket/a/b", "auto").as_posix() == "runs/bucket/a/b"
-    for message, resume in itertools.product(REFUSED, ("auto", "never")):
-        for named in REFUSED[message]:
-            with pytest.raises(ConfigError, match=message):
-                choose_run_dir(*named, resume)
+    for named, message in (
+        (("x[1]", ""), r"has a '\[' in its path, where no checkpoint can"),  # Orbax takes it for a pattern
+        (("a/../..", ""), "must name a directory below runs"),
+        (("n", "gs://b/../c"), "gs://BUCKET/RUN"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choose_run_dir(*named, "auto")
     address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
-    made = copy_of(address, folder)
     take_step(folder, 1)
-    made.copy()
+    copy_of(address, folder).copy()
     with pytest.raises(ConfigError, match="holds a run already; --resume auto"):
         storage.Copy(address, tmp_path / "there").begin(resume=False)
     shutil.rmtree(tmp_path / "store")
@@ -208,6 +162,4 @@ def test_what_is_refused(bucket, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     bucket.refuse, bucket.status = 1, 403
     assert main(["toy.yaml", "--run_dir=gs://bucket/run"]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("configuration: ") and "gs://bucket/run cannot be used" in message
-    assert not (tmp_path / "runs").exists()
+    assert "gs://bucket/run cannot be used" in capsys.readouterr().err and not (tmp_path / "runs").exists()

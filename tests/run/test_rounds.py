@@ -13,22 +13,14 @@ import grpo_roc_jax as g
 from docs.methods_table import load_methods
 from grpo_roc_jax import train
 from grpo_roc_jax.config import Config, ratio_is_one
-from grpo_roc_jax.engine.protocol import RolloutStats
-from grpo_roc_jax.learner.group_learner import GroupLearner, checked_rows, parts_of, split_rows
+from grpo_roc_jax.learner import group_learner, pack
 from grpo_roc_jax.learner.learner import Learner, UpdateBatch
-from grpo_roc_jax.learner.pack import unpack
 from grpo_roc_jax.learner.update import OptimConfig, make_score
 from grpo_roc_jax.method.planning import SecondWave
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.process.points import injected
-from grpo_roc_jax.rollout.sampler import opening_ids
-from grpo_roc_jax.run import sample
-from grpo_roc_jax.run.demonstrate import with_demonstration
-from grpo_roc_jax.run.learning import most_rows, takes_turns
-from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import ScoredRollouts, StepSamples, fits, left_out, plain_where_too_long
-from grpo_roc_jax.run.statistics import why_nothing_kept
+from grpo_roc_jax.run import demonstrate, learning, run_state, sample, statistics
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.train import main
@@ -55,72 +47,23 @@ def limits(prompt=60, response=20):
 def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain(optional=Condition("budget", 1)):  # noqa: B008
     plain = len(CHAT.prompt_ids(PROBLEM))
     tight = limits(prompt=plain + 4)
-    assert fits(tight, CHAT, RolloutRequest(PROBLEM, 0, condition=optional, suffix="four"))
+    assert sample.fits(tight, CHAT, RolloutRequest(PROBLEM, 0, condition=optional, suffix="four"))
     long = RolloutRequest(PROBLEM, 0, condition=optional, suffix="fives")
-    assert not fits(tight, CHAT, long)
-    assert plain_where_too_long(tight, CHAT, [long], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
-    wordy = RolloutRequest(replace(PROBLEM, prompt="one and one?"), 0, condition=optional)
-    assert plain_where_too_long(tight, CHAT, [wordy], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
+    assert not sample.fits(tight, CHAT, long)
+    assert sample.plain_where_too_long(tight, CHAT, [long], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
     token = RolloutRequest(PROBLEM, 0, condition=Condition("high_reward"), suffix="fives")
-    assert plain_where_too_long(tight, CHAT, [token], [PROBLEM]) == [token], "a reward token is never dropped"
-    opening = opening_ids(CHAT, "so</reason><answer>")
-    assert opening[-1] == TOKENIZER.special("<answer>") and CHAT.end_id not in opening and opening_ids(CHAT, "") == ()
+    assert sample.plain_where_too_long(tight, CHAT, [token], [PROBLEM]) == [token], "a reward token is never dropped"
     for n in (15, 16):  # a cut leaves room for a token after "stop" and its prefix
         cut = RolloutRequest(PROBLEM, 0, condition=Condition("cut"), prefix=tuple(range(n)), prefix_text="stop")
-        assert fits(limits(response=20), CHAT, cut) == (n == 15)
+        assert sample.fits(limits(response=20), CHAT, cut) == (n == 15)
 
 
-def repaired(group):
-    """A group without failing calls."""
-    return replace(group, verdicts=tuple(replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts))
-
-
-def test_figures_of_sampling_are_those_before_an_edit():
-    """An edit that repairs failing calls would show a policy without failing calls from the first step on."""
-    group = make_group(0, 4)
-    failing = {"tool_calls": 2, "tool_errors": 1, "status": "correct"}
-    group = replace(group, verdicts=tuple(replace(verdict, **failing) for verdict in group.verdicts))
-    config = method("grpo", f"--method.edit_groups={__name__}:repaired")
-    edited = sample.edited(config, None, [group], [SimpleNamespace(groups=(group,))])
-    assert [verdict.tool_errors for verdict in edited.groups[0].verdicts] == [0] * 4
-    for samples in (edited, sample.merge_rounds([edited, edited])):
-        metrics = replace(samples, groups=(), waves=()).metrics()
-        assert metrics["rollout/tool_error_in_correct"] == 0.5 and metrics["rollout/tool_calls"] == 2
-
-
-def test_figures_of_the_engine_are_those_of_all_rounds():
-    """Counts and seconds add up, rates are over all of them, and of what was in use at a time the most is shown."""
-
-    def sampled(n, seconds):
-        stops = {"answer": n, "length": 1}
-        counts = dict.fromkeys(("rollouts", "sampled_tokens", "evictions", "recomputed_tokens", "cache_tokens"), n)
-        return StepSamples(waves=(ScoredRollouts(stats=RolloutStats(seconds=seconds, stops=stops, **counts)),))
-
-    metrics = sample.merge_rounds([sampled(6, 1.0), sampled(2, 3.0)]).metrics()
-    for name in ("sampled_tokens", "evictions", "recomputed_tokens"):
-        assert metrics[f"rollout/{name}"] == 8
-    assert metrics["rollout/cache_tokens"] == 6 and metrics["time/rollout_s"] == 4
-    assert metrics["rollout/tokens_per_s"] == 2 and metrics["rollout/stop_answer"] == 0.8
-    assert metrics["rollout/sampled"] == 0, "nothing was scored"
-
-
-def test_left_out_is_what_the_groups_do_not_hold():
-    first, second = make_group(0, 4), make_group(1, 3)
-    waves = [SimpleNamespace(groups=(first,)), SimpleNamespace(groups=(second,))]
-    merged = replace(first, trajectories=(*first.trajectories[:3], second.trajectories[1]))
-    out = left_out(waves, [merged])
-    assert [[t.sample for t in g.trajectories] for g in out] == [[3], [0, 2]]
-    assert [len(g.verdicts) for g in out] == [1, 2]
-    assert left_out(waves, [first, second]) == []
-
-
-@pytest.mark.parametrize("text", ["think</reason><tool_call>", "think", "</reason>x", ""])
-def test_thought_length(text):
-    ids = np.asarray(CHAT.raw_ids(text), np.int32)
-    tokens = np.concatenate([[1, 2], ids]).astype(np.int32)
-    turns = (Turn(2, len(tokens), text),)
-    trajectory = Trajectory(tokens, tokens < 0, tokens * 0.0, tokens * 0 - 1, 2, turns, "answer", 0)
-    assert sample.thought_length(trajectory, TOKENIZER) == len(text.partition("</reason>")[0])
+def test_thought_length():
+    for text in ("think</reason><tool_call>", "think"):
+        tokens = np.asarray([1, 2, *CHAT.raw_ids(text)], np.int32)
+        turns = (Turn(2, len(tokens), text),)
+        trajectory = Trajectory(tokens, tokens < 0, tokens * 0.0, tokens * 0 - 1, 2, turns, "answer", 0)
+        assert sample.thought_length(trajectory, TOKENIZER) == len("think")
 
 
 def batches_of_problems():
@@ -136,11 +79,11 @@ def test_draw_problems_takes_one_batch_and_most_rows_bounds_every_plan():
     config = method("grpo", "--group.problems=4")
     assert [p.uid for p in sample.draw_problems(config, batches, state, rng)] == ["00", "01", "02", "03"]
     assert len(list(batches)) == 8
-    assert most_rows(method("grpo", "--group.problems=8", "--group.size=4", "--batch.updates=3")) == 3 * 4
-    assert most_rows(method("roc_inverse", "--group.problems=2", "--group.size=4")) == 8
+    assert learning.most_rows(method("grpo", "--group.problems=8", "--group.size=4", "--batch.updates=3")) == 3 * 4
+    assert learning.most_rows(method("roc_inverse", "--group.problems=2", "--group.size=4")) == 8
 
 
-class Placed(GroupLearner):
+class Placed(group_learner.GroupLearner):
     """A learner that scores with what it is given instead of compiled programs."""
 
     def on_mesh(self, rows, temperature, extra=()):
@@ -159,7 +102,7 @@ def placed(config, update=None, kind=Placed):
 
 
 def a_run():
-    return RunState(SimpleNamespace(params=0.0), 0.0, None, AlgoState())
+    return run_state.RunState(SimpleNamespace(params=0.0), 0.0, None, AlgoState())
 
 
 def test_epochs_pass_over_the_parts_again_and_explanations_train_in_the_first_optimizer_step_only():
@@ -193,7 +136,7 @@ def test_samples_and_places_are_numbered_through_a_step():
     def sample_requests(weights, requests, options, partial):
         pairs.extend((request.place, number) for request in requests for number in request.samples)
         carried.append(partial)
-        return ScoredRollouts(tuple(Group(request.problem, (), ()) for request in requests))
+        return sample.ScoredRollouts(tuple(Group(request.problem, (), ()) for request in requests))
 
     class Again(SecondWave):
         def next(self, wave):
@@ -206,22 +149,6 @@ def test_samples_and_places_are_numbered_through_a_step():
     assert len(set(pairs)) == len(pairs) == 24
     assert sorted(pairs) == [(first + index, i) for first in (0, 8) for index in range(2) for i in range(6)]
     assert carried == [("cut",), ()] * 2, "groups of the step before are continued with the first wave"
-
-
-def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
-    places = []
-
-    def run_round(config, sampling, weights, problems, state, rng, *, first_place, **placed):
-        places.append(first_place)
-        return StepSamples()
-
-    monkeypatch.setattr(train, "run_round", run_round)
-    monkeypatch.setattr(train, "draw_problems", lambda *_: [])
-    config = method("grpo", "--group.dynamic_sampling_rounds=2", "--group.problems=4")
-    sampler = SimpleNamespace(engine=SimpleNamespace(publish=lambda *_: None))
-    policy, sampling = SimpleNamespace(full=lambda params: params), SimpleNamespace(sampler=sampler)
-    train.sample_step(config, policy, sampling, a_run())
-    assert places == [0, 4, 8]
 
 
 def test_a_rebuilt_batch_sees_the_step_before_it_and_keeps_the_importance_weights_of_the_first():
@@ -266,18 +193,11 @@ def test_recipes_in_which_the_ratio_matters_have_several_updates(names=tuple(RAT
         method("rc_grpo", "--data.eval_problems=0")
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "warns"),
-    [
-        ("", [], False),  # the surrogate of the default recipe is nobody's choice
-        ("grpo", [], True),
-        ("gspo", ["--batch.updates=1"], True),
-        ("grpo", ["--batch.updates=2"], False),
-        ("grpo", ["--surrogate=logp"], False),
-        ("dapo", [], False),
-        ("dapo", ["--surrogate.old_logprobs=scored"], True),
-    ],
-)
+WARNS = [("", [], False), ("grpo", [], True), ("grpo", ["--batch.updates=2"], False)]  # nobody chose the default
+WARNS += [("dapo", ["--surrogate.old_logprobs=scored"], True)]
+
+
+@pytest.mark.parametrize(("name", "words", "warns"), WARNS)
 def test_a_dry_run_says_when_no_ratio_can_differ_from_1(name, words, warns, capsys):
     assert main([*([f"methods/{name}.yaml"] if name else []), *words, "--dry-run"]) == 0
     assert ("every importance ratio is 1" in capsys.readouterr().out) == warns
@@ -285,16 +205,13 @@ def test_a_dry_run_says_when_no_ratio_can_differ_from_1(name, words, warns, caps
 
 def test_parts_are_runs_of_whole_groups_and_rows_of_own_parts_are_checked():
     groups = [make_group(i, n) for i, n in enumerate((2, 3, 1, 2))]
-    assert [[g.size for g in part] for part in parts_of(groups, 3)] == [[2], [3], [1, 2]]
-    assert [len(rows) for rows in split_rows(list(range(8)), groups, 3)] == [2, 3, 3]
+    assert [[g.size for g in part] for part in group_learner.parts_of(groups, 3)] == [[2], [3], [1, 2]]
+    assert [len(rows) for rows in group_learner.split_rows(list(range(8)), groups, 3)] == [2, 3, 3]
     empty = replace(groups[0], trajectories=(), verdicts=())
-    assert parts_of([empty, *groups[1:]], 4) == [[groups[1]], [groups[2]], [groups[3]]]
-    row = SimpleNamespace(length=3, weights=np.ones(3), advantages=np.ones(3))
-    assert checked_rows((row,), [row]) == [row]
-    with pytest.raises(ValueError, match="returned 0 rows; it must return 1 of the same lengths"):
-        checked_rows([], [row])
+    assert group_learner.parts_of([empty, *groups[1:]], 4) == [[groups[1]], [groups[2]], [groups[3]]]
+    row = SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))
     with pytest.raises(ValueError, match="not finite"):
-        checked_rows([SimpleNamespace(**vars(row) | {"weights": np.full(3, np.nan)})], [row])
+        group_learner.checked_rows([row], [row])
 
 
 def test_rows_keep_the_temperature_that_they_were_drawn_at():
@@ -304,67 +221,33 @@ def test_rows_keep_the_temperature_that_they_were_drawn_at():
     learner = Learner(g.ModelConfig(), mesh=mesh, batch=config.batch, several_temperatures=True)
     rows = g.train_rows([waiting := make_group(0, 3)], config, AlgoState(), rng=np.random.default_rng(0))
     packed = learner.on_mesh(rows, 1.1)
-    heats = [set(values.tolist()) for values in unpack(packed.packed.temperatures, packed.placement)]
+    heats = [set(values.tolist()) for values in pack.unpack(packed.packed.temperatures, packed.placement)]
     assert heats == [{float(np.float32(t.temperature or 1.1))} for t in waiting.trajectories]
     assert len({heat for row_heats in heats for heat in row_heats}) == 2
     plain_learner = Learner(g.ModelConfig(vocab_size=512), mesh=mesh, batch=config.batch)
     same = [replace(row, temperature=heat) for row, heat in zip(rows, (None, 1.0, 0.0), strict=True)]
     assert plain_learner.on_mesh(same, 1.0).packed.temperatures is None, "one temperature needs none; greedy is at 1"
-    for given_rows, heat in ((rows, 1.0), (same, 0.5)):
-        mixed = plain_learner.on_mesh(given_rows, heat)
-        heats = [set(values.tolist()) for values in unpack(mixed.packed.temperatures, mixed.placement)]
-        expected = [heat if row.temperature is None else row.temperature or 1.0 for row in given_rows]
-        assert heats == [{float(np.float32(each))} for each in expected]
+    mixed = plain_learner.on_mesh(same, 0.5)
+    assert [set(heat.tolist()) for heat in pack.unpack(mixed.packed.temperatures, mixed.placement)] == [{0.5}, {1}, {1}]
     with pytest.raises(ValueError, match=r"row 1 has ids from -?\d+ to \d+, but the model has"):
         plain_learner.on_mesh([rows[0], replace(rows[1], tokens=rows[1].tokens + 10**6)], 1.0)
 
 
-def test_a_first_wave_without_requests_continues_the_groups_that_were_begun():
-    begun, sent = object(), []
-
-    def sampled(weights, requests, options, partial):
-        sent.append((requests, partial))
-        return ScoredRollouts(completed=(make_group(0, 2),))
-
-    samples = round_of(load_config(Config, ["toy.yaml"], prog="test"), sampled, [], step=1, partial=[begun])
-    assert sent == [([], [begun])] and len(samples.groups) == 1
-
-
-def test_groups_that_a_deadline_cut_are_those_of_the_step_that_completes_them():
-    def sampled(weights, requests, options, partial):
-        cut = [sample.PartialGroup(r.problem, (), options.step, r.place, None) for r in requests[::2]]
-        earlier = sample.PartialGroup(PROBLEM, (), options.step - 1, requests[-1].place, None)
-        groups = [make_group(i, 2) if i % 2 else Group(r.problem, (), ()) for i, r in enumerate(requests)]
-        return ScoredRollouts(tuple(groups), partial=(*cut, earlier))
-
-    config = load_config(Config, ["toy.yaml"], prog="test")
-    for problems, complete in ((4, 2), (1, 0)):
-        samples = round_of(config, sampled, [PROBLEM] * problems, step=3, first_place=8)
-        assert [group.size for group in samples.groups] == [2] * complete and len(samples.partial) > complete
-        selections = tuple(g.resample(group, config, np.random.default_rng(0)) for group in samples.groups)
-        metrics = replace(samples, selections=selections).metrics()
-        assert metrics["roc/groups"] == complete
-        assert ("no group was sampled to its end" in why_nothing_kept(metrics)) == (complete == 0)
-
-
-@pytest.mark.parametrize("solution", [None, "count them"])
-def test_a_demonstration_joins_the_group(solution):
-    """The world's own way to the answer, or the data's, scored like a rollout; none that is too long."""
+def test_a_demonstration_joins_the_group():
+    """The world's own way to the answer, scored like a rollout; none that is too long."""
     problem = world_problem("products", 1, 0, 3)
-    if solution is not None:
-        problem = replace(problem, extra={"solution": solution})
     chat = make_chat(g.TextConfig(), g.load_tokenizer(g.TextConfig()))
     scorer, group = g.make_scorer(g.RewardConfig()), replace(method_groups.make_group([1, 0]), problem=problem)
-    shown = with_demonstration(scorer, chat, 256, group)
+    shown = demonstrate.with_demonstration(scorer, chat, 256, group)
     scorer.close()
     last = shown.trajectories[2]
     assert shown.correct.tolist() == [True, False, True]
     assert str(last.condition) == "demonstration" and last.prompt_length == len(chat.prompt_ids(problem))
     assert [chat.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
     assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
-    assert with_demonstration(scorer, chat, 16, group) is group
+    assert demonstrate.with_demonstration(scorer, chat, 16, group) is group
     unknown = replace(group, problem=replace(problem, extra={}))
-    assert with_demonstration(scorer, chat, 256, unknown) is unknown
+    assert demonstrate.with_demonstration(scorer, chat, 256, unknown) is unknown
 
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
@@ -385,10 +268,10 @@ def learner_of(axes, fails):
     return learner
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 1, 1), marks=pytest.mark.slow)])
-def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows, axes, caplog):
+def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows, caplog):
     """The trained parameters stay those of the whole micro-batches, and later steps begin with the halves."""
-    batch, _ = batch_on(axes, rows, g.BatchConfig(row_length=32, rows=2 * axes[0]))
+    axes = (1, 1, 1)
+    batch, _ = batch_on(axes, rows, g.BatchConfig(row_length=32, rows=2))
     count = batch.tokens.shape[1]
     tight = learner_of(axes, lambda rows: rows == count)
     expected, measured = learner_of(axes, lambda rows: False).optimizer_step(state_on(axes, OPTIM), batch)
@@ -399,10 +282,12 @@ def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows,
         assert float(numbers["update/grad_norm"]) == pytest.approx(float(measured["update/grad_norm"]), rel=1e-6)
         assert numbers["update/micro_batches"] == 2 * measured["update/micro_batches"]
     assert tight.halvings.counts == {"update": 1} and caplog.text.count("memory ran out") == 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):  # never enough
+        learner_of(axes, lambda rows: True).optimizer_step(state_on(axes, OPTIM), batch)
 
 
 def test_rollouts_go_on_between_the_parts_of_an_update():
-    calls = []
+    calls, learner = [], Learner(MODEL)
 
     def parts(state, rows, *, between):
         for part in rows:
@@ -410,26 +295,12 @@ def test_rollouts_go_on_between_the_parts_of_an_update():
             between()
         return state, {}
 
-    learner = Learner(MODEL)
-    learner.parts = parts
-    assert learner.optimizer_step("state", "ab") == ("state", {}) and calls == ["a", "b"], "nothing goes on yet"
-    learner.meanwhile = lambda: calls.append("chunk")
-    learner.optimizer_step("state", "cd")
-    assert calls[2:] == ["c", "chunk", "d", "chunk"]
+    learner.parts, learner.meanwhile = parts, lambda: calls.append("chunk")
+    assert learner.optimizer_step("state", "cd") == ("state", {}) and calls == ["c", "chunk", "d", "chunk"]
     undivided, plain = (1, 2, 1), g.read_config()
     lag0, lag1 = (g.read_config(f"rollout.step_limit={{kind: stream, lag: {lag}}}") for lag in (0, 1))
     for config, axes, expected in ((plain, ONE, 0), (lag0, ONE, 0), (lag1, undivided, 1), (lag1, (2, 1, 1), 0)):
-        assert takes_turns(config, mesh_of(axes)) == expected
-
-
-def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):
-    batch, _ = batch_on((1, 1, 1), rows)
-    other = learner_of((1, 1, 1), lambda rows: False)
-    other.update_step = lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: x"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        other.optimizer_step(state_on(optim=OPTIM), batch)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        learner_of((1, 1, 1), lambda rows: True).optimizer_step(state_on(optim=OPTIM), batch)
+        assert learning.takes_turns(config, mesh_of(axes)) == expected
 
 
 def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
@@ -444,12 +315,28 @@ def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
     np.testing.assert_allclose(np.asarray(logprobs).reshape(expected.shape), expected, atol=1e-5)
 
 
+def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
+    places = []
+
+    def run_round(config, sampling, weights, problems, state, rng, *, first_place, **placed):
+        places.append(first_place)
+        return sample.StepSamples()
+
+    monkeypatch.setattr(train, "run_round", run_round)
+    monkeypatch.setattr(train, "draw_problems", lambda *_: [])
+    config = method("grpo", "--group.dynamic_sampling_rounds=2", "--group.problems=4")
+    sampler = SimpleNamespace(engine=SimpleNamespace(publish=lambda *_: None))
+    policy, sampling = SimpleNamespace(full=lambda params: params), SimpleNamespace(sampler=sampler)
+    train.sample_step(config, policy, sampling, a_run())
+    assert places == [0, 4, 8]
+
+
 @pytest.mark.parametrize(("words", "scored"), [([], False), (["--surrogate.old_logprobs=scored"], True)])
 def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(words, scored):
     config, group = g.read_config(*words), make_group(1, 4)
     logprobs = [np.full(t.length, -0.5, np.float32) for t in group.trajectories]
 
-    class Scored(GroupLearner):
+    class Scored(group_learner.GroupLearner):
         def score(self, *_):
             return g.Scores(logprobs, [-2 * values for values in logprobs])
 
@@ -463,3 +350,20 @@ def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(words, scored):
     mean, largest = np.concatenate(gaps).mean(), max(map(np.max, gaps))
     expected = {"loss/logprob_gap_mean": mean, "loss/logprob_gap_max": largest} if scored else {}
     assert {k: v for k, v in measured.items() if "gap" in k} == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_that_a_deadline_cut_are_those_of_the_step_that_completes_them():
+    def sampled(weights, requests, options, partial):
+        cut = [sample.PartialGroup(r.problem, (), options.step, r.place, None) for r in requests[::2]]
+        earlier = sample.PartialGroup(PROBLEM, (), options.step - 1, requests[-1].place, None)
+        groups = [make_group(i, 2) if i % 2 else Group(r.problem, (), ()) for i, r in enumerate(requests)]
+        return sample.ScoredRollouts(tuple(groups), partial=(*cut, earlier))
+
+    config = load_config(Config, ["toy.yaml"], prog="test")
+    for problems, complete in ((4, 2), (1, 0)):
+        samples = round_of(config, sampled, [PROBLEM] * problems, step=3, first_place=8)
+        assert [group.size for group in samples.groups] == [2] * complete and len(samples.partial) > complete
+        selections = tuple(g.resample(group, config, np.random.default_rng(0)) for group in samples.groups)
+        metrics = replace(samples, selections=selections).metrics()
+        assert metrics["roc/groups"] == complete
+        assert ("no group was sampled to its end" in statistics.why_nothing_kept(metrics)) == (complete == 0)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import grpo_roc_jax as g
-from grpo_roc_jax.engine.config import DroppedRows, PartialRows, RolloutConfig, StreamedRows
+from grpo_roc_jax.engine.config import PartialRows, RolloutConfig, StreamedRows
 from grpo_roc_jax.engine.protocol import RolloutStats, RunOptions
 from grpo_roc_jax.method.roc import Selector
-from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.process.points import injected
 from grpo_roc_jax.run import sample
@@ -41,20 +40,19 @@ class Scoring:
         return SimpleNamespace(groups=tuple(groups), counts={"correct": len(groups)}, faults=())
 
 
-def sampling_of(engine, scorer=None, processes=None, progress=None):
+def sampling_of(engine, scorer=None, processes=None):
     """A sampler of groups around a scripted engine, which gets requests and options."""
     config, sampler = g.Config(), g.Sampler.of(engine, None, None)
     sampler.weights = "version 0"  # stands for what `publish` returned
     sampler.submission = lambda requests, options: (requests, options)
-    return sample.GroupSampler(
-        sampler, scorer or Scoring(), processes or Processes(), config.resample, config.group.size, progress
-    )
+    parts = sampler, scorer or Scoring(), processes or Processes()
+    return sample.GroupSampler(*parts, config.resample, config.group.size, None)
 
 
-def scripted(limits, run, scorer=None, progress=None):
+def scripted(limits, run, scorer=None):
     """A sampler of groups whose engine returns what `run` makes of the requests and options."""
     engine = SimpleNamespace(config=limits, run=lambda weights, *submission: (run(*submission), RolloutStats()))
-    return sampling_of(engine, scorer, progress=progress)
+    return sampling_of(engine, scorer)
 
 
 def rows_of(*counts, **options):
@@ -69,7 +67,6 @@ def rows_of(*counts, **options):
         (8, "roc", [True, False, True, False], [12, 13, 14, 15]),
         (8, "roc", [None] * 8, []),  # what cannot be judged fills no place
         (6, "roc", [False, True] * 3, []),
-        (4, "none", [False, True] * 2, []),
         (8, "max_variance", [False, True] * 4, []),
     ],
 )
@@ -87,20 +84,11 @@ def test_a_group_is_cut_when_its_quota_is_decided_and_others_go_on(size, resampl
     assert not cut or list(exit_(14, None)) == [], "what was cut ends too"
 
 
-@pytest.mark.parametrize(
-    ("early", "purpose", "cancels"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
-)
-def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(early, purpose, cancels):
+@pytest.mark.parametrize(("purpose", "cancels"), [("train", True), ("evaluate", False)])
+def test_rollouts_get_early_exit_where_they_train(purpose, cancels):
     given = []
-
-    def collect(requests, options):
-        given.append(options)
-        return rows_of(2)
-
-    sampling = scripted(RolloutConfig(early_exit=early), collect, progress="display")
-    for options in (RunOptions(3, purpose), RunOptions(3, purpose, progress="own")):
-        sampling.sample_requests(None, [g.RolloutRequest(PROBLEMS[0], 0, 2)], options)
-    assert [options.progress for options in given] == ["display", "own"]
+    sampling = scripted(RolloutConfig(early_exit=True), lambda requests, options: given.append(options) or rows_of(2))
+    sampling.sample_requests(None, [g.RolloutRequest(PROBLEMS[0], 0, 2)], RunOptions(3, purpose))
     assert isinstance(given[0].cancel_policy, EarlyExit) is cancels
 
 
@@ -140,52 +128,6 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole():
     assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
 
 
-def test_the_oldest_groups_go_on_first_so_that_every_rollout_ends():
-    """Each step begins two groups of two rollouts, and has the time for two rollouts."""
-
-    rng = np.random.default_rng(0)
-
-    def collect(requests, options):
-        rows = [make_trajectory(rng, i) for request in requests for i in request.samples]
-        return [replace(row, stop="answer" if i < 2 else "cancelled") for i, row in enumerate(rows)]
-
-    ended, partial = [], ()
-    sampling = scripted(RolloutConfig(step_limit=PartialRows(9.0)), collect)
-    for step in range(6):
-        requests = [g.RolloutRequest(replace(PROBLEMS[0], uid=f"{step}.{index}"), index, 2) for index in range(2)]
-        samples = sampling.sample_requests(None, requests, RunOptions(step), partial)
-        ended += [group.problem.uid for group in (*samples.groups, *samples.completed) if group.size]
-        partial = samples.partial
-    assert ended == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
-
-
-def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes():
-    rows = [replace(row, stop="cancelled") for row in rows_of(3)]
-    before = [replace(problem, uid=f"old {problem.uid}") for problem in PROBLEMS]
-    old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(before, rows, strict=True))]
-    requests, uids, parts = [g.RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)], [], []
-
-    def collect(submitted, options):
-        resumed = [request for request in submitted if request.resume is not None]
-        uids.append([request.problem.uid for request in resumed])
-        stops = ["answer", *["cancelled"] * len(resumed)][: len(resumed)]  # the first of them ends
-        ended = [replace(row, stop="answer") for row in rows[: len(submitted) - len(resumed)]]
-        return [*(replace(r.resume, stop=s) for r, s in zip(resumed, stops, strict=True)), *ended]
-
-    limits, nothing = RolloutConfig(step_limit=PartialRows(seconds=1.0)), Scoring(lambda *_: True)
-    for index in (0, 1, 0):  # each process's share, then everything again with both
-        processes = Processes()
-        processes.index, processes.count = index, 2
-        processes.gather = lambda part: parts.append(part) or parts[:2]
-        sampling = replace(scripted(limits, collect, nothing), processes=processes)
-        samples = sampling.sample_requests(None, requests, RunOptions(3), old)
-    assert uids[:2] == [["old p0", "old p2"], ["old p1"]]
-    assert [group.problem.uid for group in samples.completed] == ["old p0", "old p1"]
-    assert [problem.uid for problem, _ in samples.removed] == ["p0", "p1", "p2", "old p0", "old p1"]
-    assert [group.problem.uid for group in samples.partial] == ["old p2"]
-    assert [group.problem for group in samples.groups] == PROBLEMS
-
-
 def test_what_a_session_held_is_not_kept():
     row = replace(rows_of(1)[0], stop="cancelled")
     assert sample.resumable(row)
@@ -204,14 +146,13 @@ REQUESTS = [g.RolloutRequest(g.Problem(f"p{i}", "?", "1", "test"), i, count) for
 class Engine:
     """Rows that end one by one, in a random order."""
 
-    def __init__(self, stops):
-        self.rng, self.rows, self.released, self.stops = np.random.default_rng(0), {}, 0, stops
+    def __init__(self):
+        self.rng, self.rows, self.released = np.random.default_rng(0), {}, 0
         self.config, self.tickets = RolloutConfig(slots=SLOTS), itertools.count()
 
     def submit(self, sampler, requests, options):
         assert len(self.rows) < SLOTS, "a slot is free"
         rollouts = [(request.place, sample) for request in requests for sample in request.samples]
-        assert rollouts
         tickets = [next(self.tickets) for _ in rollouts]
         self.rows |= zip(tickets, rollouts, strict=True)
         return tickets
@@ -219,8 +160,6 @@ class Engine:
     def advance(self):
         ticket = int(self.rng.choice([*self.rows]))
         index, sample_ = self.rows.pop(ticket)
-        if index == 6 and self.stops:
-            raise Preempted
         return [(ticket, replace(make_trajectory(np.random.default_rng(index), sample_), stop="answer"))]
 
     def take_stats(self):
@@ -247,10 +186,10 @@ class OneOfTwo(Processes):
         return [value, ([], ScoredRollouts())]
 
 
-def one_process(index, counters, *, stops=False):
+def one_process(index, counters):
     """(taken, sampled) of a process that shares counters with another one, which returns nothing. One rollout cannot
     be scored."""
-    engine, group = Engine(stops), OneOfTwo(index, counters)
+    engine, group = Engine(), OneOfTwo(index, counters)
     sampling = sampling_of(engine, Scoring(lambda *rollout: rollout == ("p5", 2)), group)
     with contextlib.suppress(KeyError):  # the other process has the rest
         sampling.sample_requests(None, REQUESTS, RunOptions(3))
@@ -267,28 +206,14 @@ def test_each_request_is_rolled_out_once_whoever_takes_it():
     assert [len(group.trajectories) for group in (*sampled.groups, *rest.groups)] == [2, 2, 2, 0, 2, 1, 2]
     assert [t.sample for t in sampled.groups[0].trajectories] == [0, 1], "in the order of samples"
     assert [(problem.uid, t.sample) for problem, t in sampled.removed] == [("p5", 2)]
-    indices, sampled = one_process(0, {}, stops=True)
-    assert not indices and not sampled.groups, "a process that stops drops what it has"
 
 
-@pytest.mark.parametrize(
-    ("rollout", "count", "fixed"),
-    [
-        ({"slots": 3}, 2, 3),
-        ({"slots": 6}, 2, 7),
-        ({"slots": 1}, 1, 7),
-        ({"slots": 3, "step_limit": DroppedRows(seconds=9.0)}, 2, 7),
-        # A queue that all processes share frees the engine at its end, with the rows of a stream that run on.
-        ({"slots": 3, "step_limit": StreamedRows()}, 2, 7),
-    ],
-)
-def test_what_is_divided_before(rollout, count, fixed):
-    engine = SimpleNamespace(config=RolloutConfig(**rollout))
-    sampling = sampling_of(engine, processes=SimpleNamespace(samplers=count))
-    assert sample.divided_before(sampling, REQUESTS) == fixed
-    assert sample.divided_before(sampling, ()) == 0
-    sampling.sampler.agents = "some"
-    assert sample.divided_before(sampling, REQUESTS) == len(REQUESTS)
+def test_what_is_divided_before():
+    """A queue that all processes share frees the engine at its end, with the rows of a stream that run on."""
+    for settings, count, fixed in (({}, 2, 3), ({}, 1, 7), ({"step_limit": StreamedRows()}, 2, 7)):
+        engine = SimpleNamespace(config=RolloutConfig(slots=3, **settings))
+        sampling = sampling_of(engine, processes=SimpleNamespace(samplers=count))
+        assert sample.divided_before(sampling, REQUESTS) == fixed
 
 
 # ---- The buffer, and the accounts of a step ------------------------------------------------------------------------
@@ -299,18 +224,13 @@ def test_the_buffer_gives_the_oldest_first_and_its_state_is_a_copy():
         return [group.problem.uid[-1] for group in some]
 
     buffer, other, (a, b, c, d) = RolloutBuffer(), RolloutBuffer(), (make_group(seed, 2) for seed in range(4))
-    buffer.add([a, b])
-    buffer.add(iter([c]))
+    buffer.add([a, b, c])
     assert len(buffer) == 3 and uids(buffer.take(1)) == ["0"]
     other.add([d])
     other.load(buffer.state())
     buffer.add([d])
     assert uids(buffer.take(9)) == ["1", "2", "3"] and buffer.take(1) == [] and buffer.counts == (4, 4, 0)
     assert uids(other.take(5)) == ["1", "2"] and (other.added, other.removed) == (3, 3)
-    with pytest.raises(ValueError, match=r"'world:gcd/0' is empty"):
-        buffer.add([g.Group(a.problem, (), ())])
-    with pytest.raises(ValueError, match="cannot take -1 groups"):
-        buffer.take(-1)
 
 
 def step():

@@ -1,14 +1,11 @@
-"""Agents as functions: what each does is its name. The module counts how often it is imported."""
+"""Agents as functions: what each does is its name."""
 
 import asyncio
 import json
 import os
-import threading
 import time
 import urllib.request
 
-IMPORTED = []
-IMPORTED.append(len(IMPORTED))
 FORMS = {"chat/completions": "messages", "responses": "input", "messages": "messages"}
 """The field with what is said, by the path."""
 
@@ -42,20 +39,6 @@ async def late(row, base_url, api_key):
     await asyncio.sleep(1000)
 
 
-async def quiet(row, base_url, api_key):
-    return 1.0
-
-
-TOGETHER = threading.Barrier(40)
-
-
-async def at_once(row, base_url, api_key):
-    """Forty clients that block, each until all are there."""
-    messages = await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    await asyncio.to_thread(TOGETHER.wait, 60)
-    return float(len(messages) == 2)
-
-
 async def pays_by_id(row, base_url, api_key):
     """Three calls, each in another form of the endpoint: the second is paid by its id."""
     question, ids = [{"role": "user", "content": row["prompt"]}], []
@@ -70,12 +53,6 @@ async def pays_in_order(row, base_url, api_key):
     return {"calls": [0.5, None]}
 
 
-async def pays_several_choices(row, base_url, api_key):
-    question = [{"role": "user", "content": row["prompt"]}]
-    answer = await asyncio.to_thread(request, base_url, api_key, question, n=3)
-    return {"reward": 1.0, "calls": {answer["id"]: 0.5}}
-
-
 async def team(row, base_url, api_key):
     """A planner by model name, a writer by header who goes on from what the planner said, a critic of its own."""
     question = [{"role": "user", "content": row["prompt"]}]
@@ -88,9 +65,9 @@ async def team(row, base_url, api_key):
 
 
 async def where(row, base_url, api_key):
-    """Says in which process it runs, and how often the module was imported there."""
+    """Says in which process it runs, and in which import of the module."""
     await ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
-    return {"reward": 1.0, "process": os.getpid(), "imports": len(IMPORTED)}
+    return {"reward": 1.0, "process": os.getpid(), "module": id(FORMS) % 999_983}
 
 
 async def by_answer(row, base_url, api_key):

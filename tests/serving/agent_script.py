@@ -12,11 +12,9 @@ import urllib.request
 
 def opened(messages, **fields):
     """The answer to a request, not read yet."""
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "gpt", "messages": messages, "max_tokens": 6, "top_p": 0.9, **fields}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
-    )
+    body = json.dumps({"model": "gpt", "messages": messages, "max_tokens": 6, "top_p": 0.9, **fields}).encode()
+    url, key = f"{os.environ['OPENAI_BASE_URL']}/chat/completions", os.environ["OPENAI_API_KEY"]
+    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
     return urllib.request.urlopen(request, timeout=60)
 
 
@@ -30,21 +28,11 @@ def write(text):
     os.write(int(os.environ["GRPO_REWARD_FD"]), text.encode())
 
 
-def unreadable(answer):
-    write("1")
-    int(f"not a number: {answer}")
-
-
 def told_of_a_fault(answer):
     try:
         ask([{"role": "user", "content": "FAULT"}])
     except urllib.error.HTTPError as error:
-        raise SystemExit(f"the server failed: {error.code}") from None
-
-
-def too_often(answer):
-    while True:
-        ask([{"role": "user", "content": "more"}])
+        sys.exit(f"the server failed: {error.code}")
 
 
 def quit_with(text):
@@ -55,15 +43,13 @@ def quit_with(text):
 
 ENDS = {
     "crash": lambda answer: sys.exit("no idea"),
-    "unreadable": unreadable,
+    "unreadable": lambda answer: (write("1"), int(f"not a number: {answer}")),
     "fault": told_of_a_fault,
     "too long": lambda answer: ask([{"role": "user", "content": "long " * 400}]),
-    "too often": too_often,
+    "too often": lambda answer: [ask([{"role": "user", "content": "more"}]) for _ in range(99)],
     "killed": lambda answer: os.kill(os.getpid(), signal.SIGKILL),
-    "shell": lambda answer: sys.exit(137),
     "unpaid": lambda answer: quit_with(""),
     "flooded": lambda answer: quit_with("1" * 100_000),
-    "object": lambda answer: quit_with('{"reward": 0.25, "steps": 3}'),
 }
 """How a program ends once it has an answer."""
 
@@ -71,25 +57,16 @@ ENDS = {
 def main(what):
     problem = json.load(sys.stdin)
     messages = [{"role": "user", "content": problem["prompt"]}]
-    if what == "quiet":
-        return
     messages += [ask(messages), {"role": "user", "content": "go on"}]
     if what in ENDS:
         ENDS[what](messages[-2]["content"])
     if what == "hang":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         time.sleep(600)
-    if what == "endless":
-        try:
-            while True:
-                messages += [ask(messages), {"role": "user", "content": "more"}]
-        except urllib.error.HTTPError as error:
-            print(json.load(error)["error"]["code"], file=sys.stderr)
     if what == "leave":
         with opened(messages, max_tokens=60, stream=True) as answer:
             answer.read(1)
-    if what != "endless":
-        ask(messages)
+    ask(messages)
     if what == "branch":
         ask(messages, temperature=0.1)
         ask([{"role": "system", "content": "Check."}, *messages[:1]])

@@ -3,17 +3,16 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import jsonschema
 import pytest
 
+import grpo_roc_jax as g
 from grpo_roc_jax.serving.answer_formats import AnswerGrammars, TurnFormat, TurnGrammar, read_format
 from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.tokenizer import ByteTokenizer
-from tests.helpers.serving import ROLLOUT, WEATHER, served, small_policy
+from tests.helpers.serving import WEATHER, served, small_policy
 from tests.helpers.serving import server as server  # a fixture
 
 pytest.importorskip("llguidance", reason="llguidance (the extra `serve`) is not installed")
@@ -24,21 +23,16 @@ ENDS = {str(small_policy()[0].tokenizer.encode(f"a{text}")[-1]): 3 for text in '
 """Logits of tokens that end texts, objects and lists, so that answers of random weights do not grow forever."""
 
 
-def closed(properties, required=None, **others):
-    names = list(properties) if required is None else required
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False} | others
+def closed(properties):
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 LEAF = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
 SCHEMAS = [
     closed({"a": {"type": "string", "maxLength": 6}}),
     closed({"colour": {"enum": ["red", "grün", "藍"]}}),
-    closed({"c": {"const": {"deep": [1, "two"]}}}),
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4},
-    closed({"list": {"type": "array", "items": closed({"x": {"type": "boolean"}}), "maxItems": 2}}),
     {"type": "string", "pattern": "^(ä|ö|ü)ß?$"},
-    {"type": "string", "format": "date"},
-    {"anyOf": [{"type": "boolean"}, closed({"x": {"type": "boolean"}})]},
     {"$ref": "#/$defs/node", "$defs": {"node": closed({"v": {"type": "boolean"}, "next": LEAF})}},
     closed({"ключ": {"type": "boolean"}, 'a"b\\c': {"type": "null"}, "🙂": {"enum": ["\n\t"]}}),
     closed({"format": {"type": "string", "format": "password", "maxLength": 3}, "b": {"const": {"format": "path"}}}),
@@ -62,22 +56,11 @@ def test_every_finished_answer_follows_its_schema(server):
     assert all(job.result()["choices"][0]["message"] == alone for job in free)
     finished = 0
     for schema, future in zip(SCHEMAS, futures, strict=True):
-        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
         for choice in future.result():
             if choice["finish_reason"] != "length":
-                assert choice["finish_reason"] == "stop"
                 finished += 1
-                validator.validate(json.loads(choice["message"]["content"]))
+                jsonschema.validate(json.loads(choice["message"]["content"]), schema)
     assert finished >= 1.6 * len(SCHEMAS)
-
-
-def test_the_thought_is_free_and_the_answer_after_it_is_not(server):
-    bias = {**ENDS, str(small_policy()[0].tokenizer.special("</reason>")): 3}
-    fields = {"max_tokens": 150, "seed": 2, "n": 3, "logit_bias": bias}
-    choices = server.chat([ASK], **fields, **named(closed({"a": {"type": "boolean"}})))["choices"]
-    thought = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
-    assert thought and all(message.get("reasoning_content") for message in thought)
-    assert all(type(json.loads(message["content"])["a"]) is bool for message in thought)
 
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -85,19 +68,17 @@ LONG, FIELDS = [ASK, THOUGHT_OVER], {"seed": 6, "max_tokens": 60, "return_token_
 FORM = {"type": "json_schema", "name": "x", "schema": closed({"a": {"type": "boolean"}}), "strict": True}
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": LONG, **named(FORM["schema"])}),
-        (CHAT, {"messages": LONG, "guided_json": FORM["schema"]}),
-        (COMPLETIONS, {"prompt": "Say it.", **named(FORM["schema"])}),
-        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": FORM["schema"]}}),
-        (GENERATE, {"sampling_params": FIELDS | {"guided_json": FORM["schema"]}}),
-        (GENERATE, {"sampling_params": FIELDS | named(FORM["schema"])}),
-        ("/v1/responses", {"input": LONG, "max_output_tokens": 60, "text": {"format": FORM}}),
-        ("/v1/messages", {"messages": LONG, "output_config": {"format": FORM}}),
-    ],
-)
+FORMS = [
+    (CHAT, {"messages": LONG, **named(FORM["schema"])}),
+    (CHAT, {"messages": LONG, "guided_choice": ['{"a": true}', '{"a": false}']}),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": '\\{"a": (true|false)\\}'}}),
+    (GENERATE, {"sampling_params": FIELDS | {"guided_json": FORM["schema"]}}),
+    ("/v1/responses", {"input": LONG, "max_output_tokens": 60, "text": {"format": FORM}}),
+    ("/v1/messages", {"messages": LONG, "output_config": {"format": FORM}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
 def test_every_form_of_request(server, path, body):
     status, answer = server.ask(path, FIELDS | body | ({"token_ids": [40, 50]} if path == GENERATE else {}))
     assert status == 200, answer
@@ -105,64 +86,22 @@ def test_every_form_of_request(server, path, body):
     assert type(json.loads(small_policy()[0].tokenizer.decode(ids[:-1]))["a"]) is bool
 
 
-def test_json_objects_choices_and_regular_expressions(server):
-    (choice,) = answers(server, THOUGHT_OVER, response_format={"type": "json_object"}, seed=1)
-    assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["message"]["content"]), dict)
-    (choice,) = answers(server, THOUGHT_OVER, guided_choice=["ja", "nein", "vielleicht"])
-    assert choice["message"]["content"].strip() in ("ja", "nein", "vielleicht")
-    (choice,) = answers(server, THOUGHT_OVER, structured_outputs={"regex": "[ab]{3}/[0-9]"})
-    first, _, last = choice["message"]["content"].strip().partition("/")
-    assert set(first) <= set("ab") and len(first) == 3 and last.isdigit()
-    long = named(closed({"a": {"type": "string", "minLength": 9}}))
-    choice = server.chat(LONG, max_tokens=5, **long)["choices"][0]
-    assert choice["finish_reason"] == "length" and choice["message"]["content"].strip().startswith("{")
-
-
 def test_a_begun_answer_goes_on_in_its_schema(server):
     begun = {"role": "assistant", "content": '</reason>{"a": t'}
     (choice,) = answers(server, begun, **named(FORM["schema"]))
     assert json.loads('{"a": t' + choice["message"]["content"]) == {"a": True}
-    wrong = {"role": "assistant", "content": '</reason>{"b": '}
-    status, answer = server.ask(CHAT, {"messages": [ASK, wrong], **named(FORM["schema"])})
-    assert status == 400 and "has begun is not the beginning" in answer["error"]["message"]
+    body = {"messages": [ASK, begun | {"content": '</reason>{"b": '}], **named(FORM["schema"])}
+    assert "has begun is not the beginning" in server.ask(CHAT, body)[1]["error"]["message"]
 
 
-def test_calls_of_strict_tools_follow_their_schema():
-    arguments = closed({"city": {"enum": ["Wien", "Graz"]}, "sure": {"type": "boolean"}})
-    function = {"name": "f", "strict": True, "parameters": arguments}
-    with served(replace(ROLLOUT, max_prompt_tokens=512)) as server:
-        tools = {"tools": [{"type": "function", "function": function}]}
-        (choice,) = answers(server, **tools, tool_choice="required", seed=3)
-        (call,) = choice["message"]["tool_calls"]
-        jsonschema.validate(json.loads(call["function"]["arguments"]), arguments)
-        flat = {"tools": [{"type": "function", **function}], "tool_choice": "required", "max_output_tokens": 99}
-        (item,) = server.ask("/v1/responses", {"input": "Say it.", **flat})[1]["output"]
-        jsonschema.validate(json.loads(item["arguments"]), arguments)
-        # Beside an answer of a schema the policy may call, and nothing else.
-        for choice in answers(server, THOUGHT_OVER, **tools, n=4, seed=9, **named(FORM["schema"])):
-            calls = choice["message"].get("tool_calls")
-            cut = choice["finish_reason"] == "length"
-            assert cut or calls or type(json.loads(choice["message"]["content"])["a"]) is bool
+REFUSED = [(named({"type": "foo"}), "Invalid type: foo"), ({"guided_regex": "a", **named({})}, "both given")]
+REFUSED += [({"guided_json": '{"items": ' * 700 + "true" + "}" * 700}, "recursion limit")]
+REFUSED += [(named({"type": "array", "uniqueItems": True}), "uniqueItems"), ({"guided_json": "{"}, "no JSON")]
+REFUSED += [(named({"type": "string", "description": "x" * 300_000}), "at most")]
+REFUSED += [({"guided_grammar": "root ::= x"}, "json, regex or choice"), ({"guided_choice": []}, "at least one text")]
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        (named({"type": "foo"}), "Invalid type: foo"),
-        (named({"type": "string", "pattern": "("}), "unclosed group"),
-        (named({"allOf": [{"type": "string"}, {"type": "integer"}]}), "Unsatisfiable"),
-        (named({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (named({"type": "string", "format": "uri-reference"}), "uri-reference"),
-        ({"guided_json": '{"items": ' * 700 + "true" + "}" * 700}, "recursion limit"),
-        (named({"type": "string", "description": "x" * 300_000}), "at most"),
-        ({"response_format": {"type": "json_schema"}}, "holds no schema"),
-        ({"response_format": "json"}, "response_format is str"),
-        ({"guided_grammar": "root ::= x"}, "json, regex or choice"),
-        ({"guided_choice": []}, "at least one text"),
-        ({"guided_json": "{"}, "no JSON"),
-        ({"guided_regex": "a", **named({})}, "both given"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_what_cannot_be_enforced_is_refused_with_its_reason(server, fields, reason):
     status, answer = server.ask(CHAT, {"messages": [ASK], **fields})
     assert status == 400 and reason in answer["error"]["message"] and "rule0" not in answer["error"]["message"]
@@ -175,8 +114,7 @@ def test_nothing_is_left_out_silently(server, monkeypatch):
         assert lax.not_applied(CHAT, body) == "response_format"
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with served() as bare:
-        status, answer = bare.ask(CHAT, body)
-        assert status == 400 and "pip install" in answer["error"]["message"]
+        assert "pip install" in bare.ask(CHAT, body)[1]["error"]["message"]
 
 
 def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
@@ -184,8 +122,7 @@ def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
         for name in ("free", "asked", "told"):
             server.session(name)
         body = {"messages": [ASK], "max_tokens": 9, "return_token_ids": True}
-        options = {"temperature": 0, "top_p": 0.1, "presence_penalty": 1, **named(FORM["schema"])}
-        options |= {"min_tokens": 5, "ignore_eos": True, "bad_words": ["a"], "top_logprobs": 2}
+        options = {"temperature": 0, "top_p": 0.1, "min_tokens": 5, "top_logprobs": 2, **named(FORM["schema"])}
         asked = body | options | {"logprobs": True}
         free, held = (server.ask(f"/s/{name}{CHAT}", ask)[1] for name, ask in (("free", body), ("asked", asked)))
         assert free["choices"][0]["token_ids"] == held["choices"][0]["token_ids"]
@@ -199,13 +136,13 @@ def test_a_conversation_that_trains_is_sampled_from_the_policy_and_told_so():
 @pytest.mark.parametrize("form", CONVENTIONS)
 def test_turns_of_all_forms_of_calls_are_turns_of_the_grammar(form):
     """As the template writes them; where arguments are no JSON `strict` is named as what is not enforced."""
-    tokenizer, tool = ByteTokenizer(), {"type": "function", "function": WEATHER["function"]}
+    tokenizer = ByteTokenizer()
     strict = {"weather": closed({"city": {"enum": ["Rom"]}})}
     grammars = AnswerGrammars(tokenizer)
     for most in (1, 2):
-        chat = make_chat(TextConfig(calls=form, max_calls_per_turn=most), tokenizer)
+        chat = make_chat(g.TextConfig(calls=form, max_calls_per_turn=most), tokenizer)
         for answer in (None, read_format({"response_format": {"type": "json_object"}})):
-            turn = TurnGrammar(chat, [tool], TurnFormat(answer, strict))
+            turn = TurnGrammar(chat, [WEATHER], TurnFormat(answer, strict))
             state = grammars.compiled(turn.text(), {chat.end_id}, "response_format")
 
             def fits(text, chat=chat, state=state):
@@ -216,8 +153,7 @@ def test_turns_of_all_forms_of_calls_are_turns_of_the_grammar(form):
             other = call.replace("Rom", "Ulm")
             calls = form != "pythonic" or answer is None  # nothing marks the beginning of its calls
             assert fits("so</reason>{}") and fits("</reason>hello") == (answer is None)
-            called = ("so</reason>" + call, "</reason>" + call, "</reason>" + call * most)
-            assert not calls or all(map(fits, called))
+            assert not calls or all(map(fits, ("so</reason>" + call, "</reason>" + call, "</reason>" + call * most)))
             assert answer is not None or fits("so</reason>well," + call)
             if not turn.unenforced:
                 assert not fits("</reason>" + other) and not fits("</reason>" + call + other)

@@ -1,28 +1,25 @@
 """The index says what the log holds and is made again where it does not; trajectories as ATIF come back exactly."""
 
-import dataclasses
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import grpo_roc_jax as g
 from grpo_roc_jax.commands import view
 from grpo_roc_jax.record import index, trace
-from grpo_roc_jax.record.trace import TraceRecord, TraceWriter
-from grpo_roc_jax.types import Problem
 from grpo_roc_jax.view.answers import Runs
-from grpo_roc_jax.view.atif import from_atif, read_atif, to_atif
+from grpo_roc_jax.view.atif import from_atif, read_atif
 from tests.helpers.same import assert_same
 from tests.helpers.samples import make_group, make_trajectory, make_verdict
 
 
 @pytest.fixture
 def log(tmp_path):
-    """The log of a run's only step."""
     records = trace.eval_records(1, [make_group(seed, 6) for seed in (1, 2)])
     records += trace.removed_records(1, [(records[0].problem, records[0].trajectory)])
-    records[2] = dataclasses.replace(records[2], penalties={"total": 0.5, "error": 0.25, "format": 0.25}, kept=True)
+    records[2] = replace(records[2], penalties={"total": 0.5, "error": 0.25, "format": 0.25}, kept=True)
     trace.TraceWriter(tmp_path).write(1, records)
     return trace.trace_files(tmp_path)[0][0]
 
@@ -44,25 +41,17 @@ def test_a_row_says_what_the_line_holds(tmp_path, log):
     assert [i for i, row in enumerate(rows) if row["kept"]] == [2] and rows[2]["penalties"] == [0.5, 0.25, 0.25]
     assert rows[0]["penalties"] is None and rows[0]["calls"].count(" ") == 1
     assert rows[12]["reward"] is None and rows[2]["reward"] == records[2].verdict.reward
-    line = json.loads(log.read_bytes().splitlines()[2])
-    assert index.row(line | {"verdict": line["verdict"] | {"reward": float("nan")}})["reward"] is None
 
 
 def test_an_index_of_another_content_is_made_again_and_a_folder_that_cannot_be_written_is_read(tmp_path, log):
-    """The writer and a reader make the same one; that of a removed step is removed."""
     written = index.index_file(log).read_bytes()
     index.index_file(log).unlink()
     assert index.load(log, "step", 1) == written == index.index_file(log).read_bytes()
     lines = log.read_bytes().splitlines(True)
     log.write_bytes(b"".join(lines[:4]))
     assert len(list(index.rows(index.load(log, "step", 1)))) == 4
-    log.write_bytes(b"".join(lines[:4]).replace(b'"kept": false', b'"kept": true ', 1))  # of the same size
-    assert len(list(index.rows(index.load(log, "step", 1)))) == 4
     index.index_file(log).write_bytes(b"{")
     assert json.loads(index.load(log, "step", 1))["count"] == 4
-    for step in (5, 1):
-        trace.TraceWriter(tmp_path).write(step, trace.eval_records(1, [make_group(3, 2)]))
-    assert [path.name for path in index.folder_of(log).iterdir()] == ["step_00000001.json"]
     expected = index.load(log, "step", 1)
     index.index_file(log).unlink()
     index.folder_of(log).rmdir()
@@ -72,7 +61,7 @@ def test_an_index_of_another_content_is_made_again_and_a_folder_that_cannot_be_w
     assert Runs([str(tmp_path)]).trajectory(0, ("step", 2), 1)["sample"] == 1
 
 
-@pytest.mark.parametrize("head", [b"", b"\0" * 40, b'{"step": 1', b"[1]", b"\xff"])
+@pytest.mark.parametrize("head", [b"\0" * 40, b"[1]"])
 def test_a_line_that_cannot_be_read_costs_that_line(tmp_path, log, caplog, head):
     """As a full disk, a copy that was cut or a power loss leaves it. The rows after it keep their places."""
     lines = log.read_bytes().splitlines(True)
@@ -83,8 +72,6 @@ def test_a_line_that_cannot_be_read_costs_that_line(tmp_path, log, caplog, head)
     rows = list(index.rows(content))
     assert [row | {"offset": 0} for row in rows] == [row | {"offset": 0} for row in written[:4] + written[5:12]]
     assert json.loads(content)["unreadable"] == [5, 13] and json.loads(content)["count"] == 11
-    text = log.read_bytes()
-    assert all(text[row["offset"] :].startswith(line) for row, line in zip(rows, lines[:4] + lines[5:-1], strict=True))
     assert index.load(log, "step", 1) == content and not index.intact(log), "the log is damaged, with an index too"
     assert caplog.messages == [f"{log}, lines 5, 13: cannot be read and are left out"], "once"
     assert Runs([str(tmp_path)]).trajectory(0, ("step", 1), 4)["sample"] == rows[4]["sample"]
@@ -104,89 +91,54 @@ def test_the_text_of_tokens_is_written_once_and_keeps_spaces(tmp_path):
     assert index.read_pieces(tmp_path) == {1: " the", 2: " cat", 3: " sat"}
 
 
-PROBLEM = Problem("p:1", "37*58=?", "2146", "products", {"level": 1})
-FOREIGN = {
-    "schema_version": "ATIF-v1.8",
-    "trajectory_id": "3-7-0",
-    "agent": {"name": "x", "version": "1"},
-    "steps": [
-        {"step_id": 1, "source": "user", "message": "2+3?"},
-        {"step_id": 2, "source": "agent", "message": "", "llm_call_count": 1}
-        | {"tool_calls": [{"tool_call_id": "c1", "function_name": "add", "arguments": {"a": 2}}]}
-        | {"observation": {"results": [{"source_call_id": "c1", "content": [{"type": "text", "text": "5"}]}]}}
-        | {"metrics": {"prompt_token_ids": [1, 2], "completion_token_ids": [8], "logprobs": [-0.5]}},
-        {"step_id": 3, "source": "agent", "message": "5"}
-        | {"metrics": {"prompt_token_ids": [1, 2, 8, 4], "completion_token_ids": [9, 7], "logprobs": [-1, -2]}},
-    ],
-    "final_metrics": {"extra": {"reward": 1.0}},
-}
+PROBLEM = g.Problem("p:1", "37*58=?", "2146", "products", {"level": 1})
 
 
 def records():
     rng = np.random.default_rng(0)
     for sample in range(4):
         trajectory = make_trajectory(rng, sample)
-        advantages = np.where(trajectory.policy_mask, np.float32(0.5), np.float32(0))
-        yield TraceRecord(3, 0, PROBLEM, trajectory, make_verdict(rng, trajectory), True, "kept", {}, advantages)
+        advantages = trajectory.policy_mask * np.float32(0.5)
+        yield trace.TraceRecord(3, 0, PROBLEM, trajectory, make_verdict(rng, trajectory), True, "kept", {}, advantages)
     begun = replace(trajectory, turns=(), policy_mask=trajectory.policy_mask & False, logprobs=trajectory.logprobs * 0)
-    yield TraceRecord(3, -1, PROBLEM, begun, None, False, "removed: infrastructure")
+    yield trace.TraceRecord(3, -1, PROBLEM, begun, None, False, "removed: infrastructure")
     first = trajectory.turns[0].start  # a turn that begins with tokens that were given
     mask = trajectory.policy_mask & (np.arange(trajectory.length) != first)
-    given = replace(trajectory, policy_mask=mask, logprobs=np.where(mask, trajectory.logprobs, np.float32(0)))
-    yield TraceRecord(3, 0, PROBLEM, given, None, False, "given")
-
-
-def test_steps_say_who_spoke_and_hold_ids_and_logprobs():
-    record = list(records())[1]
-    steps = to_atif(record)["steps"]
-    assert [step["source"] for step in steps] == ["user", "agent", "agent", "agent", "user"]
-    assert [step["step_id"] for step in steps] == [1, 2, 3, 4, 5] and steps[4]["message"] == "no"
-    assert steps[0]["message"] == PROBLEM.prompt + " It rains."
-    turn, entry = record.trajectory.turns[0], steps[1]
-    assert entry["metrics"]["prompt_token_ids"] == record.trajectory.tokens[: turn.start].tolist()
-    assert len(entry["metrics"]["logprobs"]) == turn.end - turn.start
-    (result,) = entry["observation"]["results"]
-    assert result["source_call_id"] == entry["tool_calls"][0]["tool_call_id"] and "tool_response" in result["content"]
-
-
-def test_documents_are_valid_for_harbor():
-    models = pytest.importorskip("harbor.models.trajectories", reason="needs the package harbor")
-    for record in records():
-        models.Trajectory.model_validate(to_atif(record))
+    given = replace(trajectory, policy_mask=mask, logprobs=mask * trajectory.logprobs)
+    yield trace.TraceRecord(3, 0, PROBLEM, given, None, False, "given")
 
 
 def test_a_document_of_another_program_is_read_or_refused():
-    record = from_atif(FOREIGN)
+    call = {"tool_call_id": "c1", "function_name": "add", "arguments": {"a": 2}}
+    result = {"source_call_id": "c1", "content": [{"type": "text", "text": "5"}]}
+    ids = {"prompt_token_ids": [1, 2], "completion_token_ids": [8], "logprobs": [-0.5]}
+    more = {"prompt_token_ids": [1, 2, 8, 4], "completion_token_ids": [9, 7], "logprobs": [-1, -2]}
+    asked = {"tool_calls": [call], "observation": {"results": [result]}, "metrics": ids}
+    steps = [{"message": "2+3?"}, {"message": "", **asked}, {"message": "5", "metrics": more}]
+    steps = [{"source": "agent" if i > 1 else "user", "step_id": i} | step for i, step in enumerate(steps, 1)]
+    document = {"schema_version": "ATIF-v1.8", "trajectory_id": "3-7-0", "final_metrics": {"extra": {"reward": 1.0}}}
+    record = from_atif(document := document | {"steps": steps})
     trajectory = record.trajectory
     assert trajectory.tokens.tolist() == [1, 2, 8, 4, 9, 7] and trajectory.prompt_length == 2
     assert trajectory.policy_mask.tolist() == [False, False, True, False, True, True]
     assert trajectory.logprobs.tolist() == [0, 0, -0.5, 0, -1, -2] and record.verdict.reward == 1.0
     assert record.problem.prompt == "2+3?" and trajectory.results[0].observation == "5"
-    other = json.loads(json.dumps(FOREIGN))
-    other["steps"][1]["tool_calls"].insert(0, {"tool_call_id": "c0", "function_name": "look", "arguments": {}})
-    (turn, _) = from_atif(other).trajectory.turns
-    assert len(turn.calls) == 2 and not turn.results, "the result is not that of the first call"
-    other["steps"][2]["metrics"]["prompt_token_ids"] = [1, 3, 8, 4]
+    more["prompt_token_ids"][1] = 3
     with pytest.raises(ValueError, match="3-7-0, step 3: its prompt must continue"):
-        from_atif(other)
-    with pytest.raises(ValueError, match=r"no step has metrics\.completion_token_ids"):
-        from_atif({**FOREIGN, "steps": FOREIGN["steps"][:1]})
+        from_atif(document)
 
 
 def test_view_writes_a_file_from_which_trajectories_come_back_and_shows_one(tmp_path, capsys):
-    run, file = tmp_path / "run", tmp_path / "out.jsonl"
-    written = list(records())
-    TraceWriter(run).write(3, written)
+    run, file, written = tmp_path / "run", tmp_path / "out.jsonl", list(records())
+    trace.TraceWriter(run).write(3, written)
     assert view.main([str(run), "--atif", str(file)]) == 0 and "6 of 6" in capsys.readouterr().out
     assert_same(list(read_atif(file)), written)
-    ids = [json.loads(line)["trajectory_id"] for line in file.read_text(encoding="utf-8").splitlines()]
-    assert ids == ["3-p:1-0", "3-p:1-1", "3-p:1-2", "3-p:1-3", "3-p:1-3/2", "3-p:1-3/3"]
-    before = file.read_bytes()
+    documents = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [document["trajectory_id"] for document in documents[2:]] == ["3-p:1-2", "3-p:1-3", "3-p:1-3/2", "3-p:1-3/3"]
+    steps, trajectory = documents[1]["steps"], written[1].trajectory
+    assert [step["source"] for step in steps] == ["user", "agent", "agent", "agent", "user"]
+    assert steps[1]["metrics"]["prompt_token_ids"] == trajectory.tokens[: trajectory.turns[0].start].tolist()
     assert view.main([str(file), "--atif", str(file)]) == 2
-    assert f"--atif {file} would overwrite" in capsys.readouterr().err and file.read_bytes() == before
+    assert f"--atif {file} would overwrite" in capsys.readouterr().err
     assert view.main([str(file), "--text", "--limit", "1"]) == 0
     assert "6 of 6" in (out := capsys.readouterr().out) and "p:1" in out
-    file.write_text(json.dumps(FOREIGN), encoding="utf-8")
-    assert view.main([str(file), "--text"]) == 0 and "3-7-0" in capsys.readouterr().out
-    file.write_text("{}", encoding="utf-8")
-    assert view.main([str(file), "--text"]) == 2

@@ -1,20 +1,30 @@
 """Worlds: exact answers, random access, a split by index and by text, growing difficulty; those that are played are won
-by a good player, lost by bad ones, and shown as the rollout would show them."""
+by a good player, lost by bad ones, and shown as the rollout would show them. Demonstrations behave as their kind, and
+observations equal the executor's; function calls are solvable tasks with an exact verifier."""
 
+import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
+import grpo_roc_jax as g
 from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
-from grpo_roc_jax.data.pipeline import eval_problems, make_trace_stream
+from grpo_roc_jax.data.generated import TOOL_NAME
+from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.text.calls import call_blocks, parse_call
+from grpo_roc_jax.tools import CodeCall, malformed_result
+from grpo_roc_jax.types import ToolCall, ToolResult
+from grpo_roc_jax.worlds import functions as fn
 from grpo_roc_jax.worlds import worlds
-from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints
-from grpo_roc_jax.worlds.functions import FUNCTIONS
+from grpo_roc_jax.worlds.chains import FAVORED, chain_steps
+from grpo_roc_jax.worlds.demonstrations import PROGRAMS, demonstrate, run_call, run_program
 from grpo_roc_jax.worlds.players import PLAYED, demonstrate_played
 from grpo_roc_jax.worlds.worlds import FAMILIES, HELD_OUT_START, JUDGED, QUESTIONS, is_held_out, world_problem
-from tests.helpers.demonstrations import toy_chat
+from tests.text.test_chat_format import TOY
 
+KINDS = ("guess", "repair", "clean", "wrong")
 SLOW_ANSWERS = {
     "products": lambda a, b: sum(b for _ in range(a)),
     "gcd": lambda a, b: max(d for d in range(1, min(a, b) + 1) if a % d == 0 and b % d == 0),
@@ -34,24 +44,29 @@ PINNED = [
     *(("square_sum", 1, 0, "sum of n^2 for n=4..11?", "492"), ("factorial", 1, 0, "27! mod 79=?", "28")),
     ("base", 1, 0, "606 in base 7 is what in base 10?", "300"),
     ("primes", 1, 0, "how many primes from 31 to 87?", "13"),
-    *(("divisors", 1, 0, "sum of the divisors of 614?", "924"), ("chain", 1, 0, "73*66, mod 7?", "2")),
-    *(("chain", 3, 7, "95*67, root, squares, mod 7?", "4"), ("chain-lucky30", 2, 1, "sum 42..98, root, mod 7?", "0")),
+    *(("divisors", 1, 0, "sum of the divisors of 614?", "924"), ("chain", 3, 7, "95*67, root, squares, mod 7?", "4")),
     ("chain-lucky70", 2, HELD_OUT_START, "gcd(75,125), reverse, mod 7?", "3"),
 ]
 
 
-def test_values_are_pinned():
+def test_values_are_pinned_and_judgements_known_by_hand():
     """A change of these values would silently change the data of every recipe and of resumed runs."""
     assert {family for family, *_ in PINNED} >= set(FAMILIES)
     for family, level, index, prompt, answer in PINNED:
         problem = world_problem(family, level, 0, index)
         assert (problem.prompt, problem.answer) == (prompt, answer)
+    forward = [world_problem("gcd", 1, 5, i) for i in range(50)]
+    assert forward == [world_problem("gcd", 1, 5, i) for i in reversed(range(50))][::-1], "random access"
+    assert len({problem.uid for problem in forward}) == 50 and len({problem.prompt for problem in forward}) > 45
+    assert JUDGED["relevance"].solve(36, 61, 37, 18, 63) == "1,1,0,2"
+    assert JUDGED["screening"].solve(3, 7, 4, 3, 9, 6) == "SELECTED 75"
+    assert JUDGED["screening"].solve(3, 7, 4, 7, 3, 1) == "REJECTED 62"
+    problem = world_problem("screening", 1, 0, HELD_OUT_START)
+    assert all(str(n) in problem.prompt for n in problem.extra["numbers"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_equal_a_slow_reference_and_numbers_grow_with_the_level(family):
-    """The first level suits small policies: they confuse the last digits of longer results, and rewards do not teach
-    them to copy; questions of the toy have a fixed number of digits."""
     solve = SLOW_ANSWERS[family]
     for level in range(1, worlds.MAX_LEVEL + 1):
         for index in (0, 1, HELD_OUT_START, *range(2, {1: 40, 2: 8}.get(level, 0))):
@@ -59,28 +74,13 @@ def test_answers_equal_a_slow_reference_and_numbers_grow_with_the_level(family):
             numbers = problem.extra["numbers"]
             assert problem.source == f"world:{family}:{level}" and all(str(n) in problem.prompt for n in numbers)
             assert problem.answer == str(solve(*numbers) if level < 3 else int(problem.answer)), problem
-    sizes = [
-        np.median([sum(map(math.log, world_problem(family, level, 0, i).extra["numbers"])) for i in range(100)])
-        for level in (1, 3, worlds.MAX_LEVEL)
-    ]
-    assert sizes[0] < sizes[1] < sizes[2]
-    problems = [world_problem(family, 1, 0, i) for i in range(300)]
-    assert max(len(problem.answer) for problem in problems) <= 4
-    shapes = {tuple(len(str(n)) for n in problem.extra["numbers"]) for problem in problems}
-    assert len(shapes) == 1 or family not in ("products", "gcd", "powmod")
+    for lower, higher in ((1, 3), (3, worlds.MAX_LEVEL)):
+        pairs = [[world_problem(family, level, 0, i).extra["numbers"] for i in range(100)] for level in (lower, higher)]
+        sizes = [np.median([sum(map(math.log, numbers)) for numbers in some]) for some in pairs]
+        assert sizes[0] < sizes[1]
 
 
-def test_pure_and_random_access():
-    forward = [world_problem("gcd", 1, 5, i) for i in range(50)]
-    assert forward == [world_problem("gcd", 1, 5, i) for i in reversed(range(50))][::-1]
-    assert len({problem.uid for problem in forward}) == 50
-    assert len({problem.prompt for problem in forward}) > 45
-    assert forward[0].prompt != world_problem("gcd", 1, 6, 0).prompt
-    share = np.mean([is_held_out(f"{a}*{b}=?") for a in range(10, 100) for b in range(10, 100)])
-    assert abs(share - 1 / 8) < 0.02, "held out"
-
-
-@pytest.mark.parametrize("family", [*QUESTIONS, "chain-lucky40", FUNCTIONS])
+@pytest.mark.parametrize("family", [*QUESTIONS, "chain-lucky40", fn.FUNCTIONS])
 def test_training_and_held_out_share_no_text(family):
     train = {world_problem(family, 1, seed, i).prompt for seed in (0, 1) for i in range(300)}
     held_out = {world_problem(family, 1, seed, HELD_OUT_START + i).prompt for seed in (0, 1) for i in range(60)}
@@ -89,50 +89,16 @@ def test_training_and_held_out_share_no_text(family):
     assert {p.source for p in sample} == {f"world:{family}:1"} and sample[0].uid.endswith(str(HELD_OUT_START))
 
 
-@pytest.mark.parametrize("family", QUESTIONS)
-def test_no_constant_guess_is_often_right(family):
-    for level in (1, worlds.MAX_LEVEL) if family in JUDGED else (1,):
-        answers = [world_problem(family, level, 0, i).answer for i in range(400)]
-        assert max(map(answers.count, set(answers))) < (0.45 if family in JUDGED else 0.25) * len(answers)
-
-
-def test_judgements_known_by_hand():
-    assert JUDGED["relevance"].solve(36, 61, 37, 18, 63) == "1,1,0,2"
-    assert JUDGED["screening"].solve(3, 7, 4, 3, 9, 6) == "SELECTED 75"
-    assert JUDGED["screening"].solve(3, 7, 4, 7, 3, 1) == "REJECTED 62"
-    for family in JUDGED:
-        problem = world_problem(family, 1, 0, HELD_OUT_START)
-        numbers = problem.extra["numbers"]
-        assert all(str(n) in problem.prompt for n in numbers)
-        assert family != "screening" or problem.extra["years"] == numbers[-1]
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        *(("world:gcd", "FAMILY:LEVEL"), ("world:gcd:x", "FAMILY:LEVEL")),
+def test_a_source_that_names_no_world_is_refused():
+    for source, message in [
+        *(("world:gcd", "FAMILY:LEVEL"), ("world:gcd:7", "1 to 6"), ("world:chain-lucky96:1", "world family")),
         ("world:cubes:1", "unknown world family 'cubes'; choose from products.*functions"),
-        *(("world:chain-lucky96:1", "world family"), ("world:chain-luck:1", "world family")),
-        *(("world:chains:1", "world family"), ("world:gcd:0", "1 to 6"), ("world:gcd:7", "1 to 6")),
-    ],
-)
-def test_a_source_that_names_no_world_is_refused(source, message):
-    assert worlds.parse_world("world:gcd:2") == ("gcd", 2)
-    with pytest.raises(ValueError, match=message):
-        worlds.parse_world(source)
+    ]:
+        assert worlds.parse_world("world:gcd:2") == ("gcd", 2)
+        with pytest.raises(ValueError, match=message):
+            worlds.parse_world(source)
     with pytest.raises(ValueError, match="must be at least 0"):
         world_problem("gcd", 1, 0, -1)
-
-
-# ---- worlds that are played ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=PLAYED)
-def family(request):
-    if request.param == "corridor":
-        pytest.importorskip("grpo_roc_jax.contrib.environments")
-        pytest.importorskip("gymnasium")
-    return request.param
 
 
 def played(family, kind, count=60, level=1):
@@ -140,57 +106,164 @@ def played(family, kind, count=60, level=1):
     return [demonstrate_played(p, family, kind, np.random.default_rng(i)) for i, p in enumerate(problems)]
 
 
-def test_a_good_player_wins_and_a_bad_one_often_loses(family):
+@pytest.mark.parametrize("family", PLAYED)
+def test_a_good_player_wins_a_bad_one_often_loses_and_a_trace_has_the_ids_of_a_rollout(family):
+    """What is between turns is written as the environment's answers are: a user's message, or outputs of tools."""
+    if family == "corridor":
+        pytest.importorskip("grpo_roc_jax.contrib.environments")
+        pytest.importorskip("gymnasium")
     won = {kind: np.mean([t.problem.extra["success"] for t in played(family, kind)]) for kind in ("clean", "guess")}
     assert won["clean"] == 1.0 and won["guess"] < 0.95
+    assert family != "bank" or not any(t.problem.extra["success"] for t in played(family, "wrong", 9))
     assert np.mean([t.problem.extra["success"] for t in played(family, "clean", 20, level=2)]) > 0.9
-
-
-def test_worlds_that_are_played_are_sources_of_data(family):
-    source = f"world:{family}:1"
-    config = DataConfig(sources=(source,), eval_problems=4)
-    assert {p.source for p in eval_problems(config)} == {source}
-    problem = world_problem(family, 1, 0, 3)
-    assert problem == world_problem(family, 1, 0, 3) != world_problem(family, 1, 0, 4)
-    assert with_hints(problem) == problem and problem.extra["family"] == family
-    (trace,) = next(make_trace_stream(config, traces=1, seed=0))
-    assert trace.turns and demonstrate(trace.problem, DemonstrationConfig(), 0).turns
-
-
-def test_a_trace_has_the_ids_of_a_rollout(family):
-    """What is between turns is written as the environment's answers are: a user's message, or outputs of tools."""
-    chat = toy_chat()
     trace = next(t for t in played(family, "clean") if len(t.turns) > 1)
-    tokens, mask = chat.trace_row(trace)
-    prompt = chat.prompt_ids(trace.problem)
-    text = chat.tokenizer.decode(tokens[len(prompt) :])
+    (tokens, mask), prompt = TOY.trace_row(trace), TOY.prompt_ids(trace.problem)
+    text = TOY.tokenizer.decode(tokens[len(prompt) :])
     assert text.count("<tool_response>\n") == (0 if any(trace.replies) else len(trace.turns) - 1)
-    for turn in trace.turns:
-        assert turn in text
-    edges = np.flatnonzero(np.diff(mask.astype(int)) == 1) + 1
-    assert len(edges) == len(trace.turns) and edges[0] == len(prompt)
-    first = chat.turn_ids(trace.turns[0])
+    assert all(turn in text for turn in trace.turns)
+    assert (np.diff(mask.astype(int)) == 1).sum() == len(trace.turns) and mask[len(prompt)]
+    first = TOY.turn_ids(trace.turns[0])
     assert tokens[len(prompt) : len(prompt) + len(first)].tolist() == first
 
 
-def test_words_of_the_games():
-    problem = world_problem("guess", 1, 0, 0)
-    assert 1 <= int(problem.answer) <= 9 and problem.prompt.endswith(": 1-9")
-    problem = world_problem("correct", 1, 0, 0)
-    text = problem.extra["asked"]
-    assert sum(a != b for a, b in zip(text, problem.answer, strict=True)) == 1 and text in problem.prompt
-    problem = world_problem("bank", 1, 0, 0)
-    (a, b, n), _ = problem.extra["orders"]
-    assert problem.prompt.startswith(f"{a} to {b}, ") and n == problem.extra["balances"][a] < 10
+def traces(kind, family, count=40, level=1):
+    """Demonstrations of one kind, of the first problems of a world."""
+    only = DemonstrationConfig(**{name: float(name == kind) for name in KINDS})
+    return [demonstrate(world_problem(family, level, 0, index), only, 0) for index in range(count)]
 
 
-def test_players_of_the_bank_differ_in_how_they_learn_what_an_account_holds():
-    def calls(kind):
-        traces = played("bank", kind, 9)
-        return [[turn.split('"')[3] if '"' in turn else turn for turn in trace.turns] for trace in traces]
+def answer_of(trace):
+    return trace.turns[-1].split("\\boxed{")[1].split("}")[0]
 
-    assert calls("clean") == calls("wrong") == [["look", "pay"] * 2] * 9
-    assert calls("repair") == [["pay", "pay", "look", "pay"]] * 9
-    assert {turns[-1] for turns in calls("guess")} <= {"pay", "done"} and "look" not in str(calls("guess"))
-    assert all(t.problem.extra["success"] for t in played("bank", "repair", 9))
-    assert not any(t.problem.extra["success"] for t in played("bank", "wrong", 9))
+
+def calls_of(trace):
+    return [block for turn in trace.turns for block in call_blocks(turn)[0]]
+
+
+@pytest.mark.parametrize("family", QUESTIONS)
+def test_each_kind_does_what_it_says(family):
+    """The right program prints the answer, the broken one fails and the wrong one runs."""
+    wrong, programs = 0, PROGRAMS[family]
+    for level, index in itertools.product((1, 2, 3), range(10)):
+        problem = world_problem(family, level, 0, index)
+        sources = (programs.right, programs.broken, programs.wrong)
+        right, broken, other = (run_program(source.format(*problem.extra["numbers"])) for source in sources)
+        assert (right.kind, right.stdout.strip(), right.observation) == ("ok", *[problem.answer] * 2)
+        assert broken.counts_as_error and other.kind == "ok"
+        wrong += other.stdout.strip() != problem.answer
+    assert wrong >= 15
+    for trace in traces("clean", family):
+        assert [parse_call(call).name for call in calls_of(trace)] == [TOOL_NAME]
+        assert answer_of(trace) == trace.problem.answer == trace.observations[0][0]
+    faults = Counter()
+    for trace in traces("repair", family):
+        first, second = map(run_call, calls_of(trace))
+        assert first.counts_as_error and second.ok
+        assert trace.observations == ((first.observation,), (second.observation,))
+        assert answer_of(trace) == trace.problem.answer
+        faults[first.kind] += 1
+    assert {"exception", "syntax_error", "malformed_call"} <= set(faults), "must have faults of several kinds"
+    wrong = traces("wrong", family)
+    assert all(answer_of(trace) == trace.observations[0][0] for trace in wrong)
+    assert sum(answer_of(trace) != trace.problem.answer for trace in wrong) >= len(wrong) / 2
+    guesses = traces("guess", family, 100)
+    assert not any(calls_of(trace) or trace.observations for trace in guesses)
+    assert np.mean([answer_of(trace) == trace.problem.answer for trace in guesses]) <= 0.25
+
+
+def test_shares_are_as_configured():
+    config = DemonstrationConfig(guess=2.0, repair=1.0, clean=1.0, wrong=0.0)
+    kinds = Counter(demonstrate(world_problem("gcd", 1, 0, i), config, 0).kind for i in range(2000))
+    assert abs(kinds["guess"] / 2000 - 0.5) < 0.04 and abs(kinds["repair"] / 2000 - 0.25) < 0.04
+    assert kinds["wrong"] == 0
+    with pytest.raises(ValueError, match="are all 0"):
+        DemonstrationConfig(guess=0, repair=0, clean=0, wrong=0)
+    with pytest.raises(ValueError, match="does not come from a world"):
+        demonstrate(g.Problem("x", "1+1", "2", "file"), DemonstrationConfig(), 0)
+
+
+def test_observations_are_the_executors():
+    """Each observation of a sample of traces equals the real executor's output for the same call."""
+    calls, seen = [], []
+    for family, kind in itertools.product(QUESTIONS, ("repair", "wrong")):
+        for trace in traces(kind, family, 8):
+            for block, observations in zip(calls_of(trace), trace.observations, strict=True):
+                call = parse_call(block)
+                if call.fault is not None:
+                    assert observations == (malformed_result(call.message).observation,)
+                else:
+                    calls.append(CodeCall(str(len(calls)), call.name, call.arguments, None))
+                    seen.append(observations[0])
+    with g.make_executor(g.ToolsConfig(min_level="L0", preload=(), workers=4)) as executor:
+        results = executor.run(calls)
+    assert [result.observation for result in results] == seen
+    assert {"ok", "exception", "syntax_error"} == {result.kind for result in results}
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_programs_and_demonstrations_of_chains_do_what_they_are_named_for(level):
+    wrong = 0
+    for index in range(40):
+        problem = world_problem("chain", level, 1, index)
+        steps, values = chain_steps(problem.extra), problem.extra["numbers"]
+        assert len(steps) == level + 1 == problem.prompt.count(", ") + 1
+        for step in steps:
+            assert run_program(step.broken.format(*values)).counts_as_error
+            other, result = (run_program(code.format(*values)) for code in (step.wrong, step.right))
+            assert other.kind == result.kind == "ok" and result.stdout == f"{step.value(*values)}\n"
+            wrong += other.stdout != result.stdout
+            values = (int(result.stdout),)
+        assert problem.answer == str(values[0])
+    assert wrong > 20 * (level + 1)
+
+    def results(trace):
+        return list(itertools.chain(*trace.observations))
+
+    for trace in traces("clean", "chain-lucky40", 20, level):
+        assert len(results(trace)) == level + 1 and answer_of(trace) == trace.problem.answer == results(trace)[-1]
+    for trace in traces("repair", "chain-lucky40", 20, level):
+        failed = [text.startswith("[") for text in results(trace)]
+        assert len(failed) == level + 2 and sum(failed) == 1 and not failed[-1]
+        assert answer_of(trace) == trace.problem.answer
+    for trace in traces("wrong", "chain-lucky40", 20, level):
+        assert not any(text.startswith("[") for text in results(trace)) and len(results(trace)) == level + 1
+    guesses = traces("guess", "chain-lucky40", 60, level)
+    assert {len(results(trace)) for trace in guesses} == {0, 1}
+    assert {answer_of(trace) for trace in guesses} == {str(FAVORED)}
+    assert 0.2 < np.mean([trace.problem.answer == str(FAVORED) for trace in guesses]) < 0.6, "the dial says 0.4"
+
+
+def test_every_task_can_be_done_and_is_paid_by_state_and_recall():
+    """R = [final state equals] * [every gold call was made]; extra calls and other orders are allowed."""
+    for index, level in itertools.product(range(100), (1, 2, 4)):
+        problem = world_problem("functions", level, 0, index)
+        calls = [(name, dict(arguments)) for name, arguments in problem.extra["calls"]]
+        assert len(calls) == level + 1 == problem.prompt.count(":")
+        assert fn.succeeds(problem, calls) and min(fn.replayed(calls).values()) >= 0
+    problem = world_problem("functions", 2, 0, 0)
+    calls = [(name, dict(arguments)) for name, arguments in problem.extra["calls"]]
+    fails, empty = ("take", {"box": "a", "n": 99}), np.zeros(0, np.int32)
+    look, coded = ("look", {"box": "a"}), ("python", {"code": "1"})
+    spare = [("put", {"box": "a", "n": 7}), ("take", {"box": "a", "n": 7})]
+    for some, kinds, pay in [
+        *((calls, (), 1.0), ([look, *calls], (), 1.0), ([*spare, *calls], (), 1.0), ([coded, *calls], (), 1.0)),
+        *(([fails, *calls], ("exception",), 1.0), ([], (), 0.0), (calls[:-1], (), 0.0)),
+        *(([*calls, ("put", {"box": "b", "n": 1})], (), 0.0), (calls, ("timeout",), 0.0)),
+    ]:
+        results = [ToolResult(kind) for kind in (*kinds, *["ok"] * (len(some) - len(kinds)))]
+        made = tuple(ToolCall(*call, "{}") for call in some)
+        turns = tuple(g.Turn(0, 0, "", (call,), (result,)) for call, result in zip(made, results, strict=True))
+        trajectory = g.Trajectory(empty, empty > 0, empty.astype(np.float32), empty, 0, turns, "eos", 0)
+        assert fn.state_and_recall(problem, [trajectory]) == [pay], (some, kinds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_demonstrations_are_labeled_with_their_outcome(kind):
+    lengths = Counter()
+    for trace in traces(kind, "functions", 60, 2):
+        assert trace.problem.extra["success"] == (kind in ("clean", "repair"))
+        lengths[len(trace.turns)] += 1
+        for turn, (observation,) in zip(trace.turns, trace.observations, strict=False):
+            blocks, unfinished = call_blocks(turn)
+            assert len(blocks) == 1 and unfinished is None and observation
+    assert set(lengths) <= {"clean": {4}, "repair": {5}, "wrong": {3, 4}, "guess": {1}}[kind]

@@ -1,15 +1,13 @@
-"""Task directories of Harbor: read, worked on in the sandbox, graded by their tests, trained on."""
+"""Task directories of Harbor: read, worked on in the sandbox, graded by their tests."""
 
 import asyncio
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 import grpo_roc_jax as g
-from grpo_roc_jax.contrib.environments import harbor_tasks
-from grpo_roc_jax.contrib.environments.harbor_tasks import harbor_class, harbor_problems, read_reward, task_folders
+from grpo_roc_jax.contrib.environments.harbor_tasks import harbor_class, harbor_problems, read_reward, read_task
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import make_problem_stream
 from grpo_roc_jax.environments.config import EnvironmentHarbor
@@ -45,9 +43,8 @@ def environments():
 
 
 def rollout(environment, commands, folder=None, name=""):
-    """(what the commands printed, the reward) of a rollout."""
-    problems = {problem.uid: problem for problem in harbor_problems(str(folder or TASKS))}
-    problem = problems[f"harbor/{name}"] if name else next(iter(problems.values()))
+    """(what the commands printed, the reward) of a rollout in a task of that name, or in the first one."""
+    problem = next(p for p in harbor_problems(str(folder or TASKS)) if name in p.uid)
 
     async def play():
         instance = environment()
@@ -61,26 +58,8 @@ def rollout(environment, commands, folder=None, name=""):
     return asyncio.run(play())
 
 
-ADD = "awk '{s+=$1} END {print s > \"/app/sum.txt\"}' /app/numbers.txt"
-MEDIAN = "{ v[NR] = $1 }\nEND { h = int(NR / 2); print NR % 2 ? v[h + 1] : (v[h] + v[h + 1]) / 2 }"
-WORK = {
-    "greeting": (["echo hello > /app/hello.txt"], {"reward": 1.0}),
-    "total": ([ADD, "wc -l < /app/numbers.txt > /app/count.txt"], {"reward": 1.0, "sum": 1.0, "count": 1.0}),
-    "total in part": (["echo 42 > /app/sum.txt"], {"reward": 0.5, "sum": 1.0, "count": 0.0}),
-    "median": ([f"cat > /app/median.awk <<'END'\n{MEDIAN}\nEND"], {"reward": 1.0}),
-    "median untouched": ([], {"reward": 0.667}),
-    "greeting untouched": ([], {"reward": 0.0}),
-}
-
-
-def test_the_tests_of_a_task_pay(environments):
-    for case, (commands, paid) in WORK.items():
-        assert rollout(environments(), commands, name=case.split()[0])[1] == pytest.approx(paid, abs=1e-3), case
-
-
-def test_commands_share_their_files_and_say_how_they_ended_also_where_tests_write_nothing(
-    environments, tmp_path, caplog
-):
+def test_commands_share_their_files_and_say_how_they_ended(environments, tmp_path, caplog):
+    """Also where tests write nothing."""
     commands = ["cd /tmp; pwd; echo out; echo err >&2; exit 3", "pwd; echo x > note", "cat note", "sleep 30"]
     printed, _ = rollout(environments(command_s=1.0), [*commands, "seq 100000 | wc"], name="greeting")
     assert printed[0].endswith("out\nerr\n\n[exit status 3]") and printed[1].strip() in ("/app", "/scratch/app")
@@ -90,13 +69,20 @@ def test_commands_share_their_files_and_say_how_they_ended_also_where_tests_writ
     for name, message in (("slow", "took too long"), ("silent", "status 4")):
         assert rollout(environments(tmp_path), [], tmp_path, name)[1] == {"reward": 0.0}
         assert message in caplog.text and name in caplog.text
+    # The tests of a task pay.
+    median = "{ v[NR] = $1 }\nEND { h = int(NR / 2); print NR % 2 ? v[h + 1] : (v[h] + v[h + 1]) / 2 }"
+    for name, command, paid in (
+        ("total", "echo 42 > /app/sum.txt", {"reward": 0.5, "sum": 1.0, "count": 0.0}),
+        ("median", f"cat > /app/median.awk <<'END'\n{median}\nEND", {"reward": 1.0}),
+        ("greeting", "true", {"reward": 0.0}),
+    ):
+        assert rollout(environments(), [command], name=name)[1] == paid, name
 
 
 def test_a_policy_sees_no_tests_and_plants_no_reward(environments, tmp_path):
     """Neither the tests nor the directory of the task can be read; what stands where they go is removed."""
     test = "#!/bin/bash\n[ -e /tests/planted ] && exit 1\n[ -e /app/done ] && echo 1 > /logs/verifier/reward.txt\n"
     make_task(tmp_path / "secret", test=test, toml="[verifier]\ntimeout_sec = 9\n")
-    environment = environments(tmp_path)
     attempts = [
         f"ls /tests {tmp_path}",
         "mkdir -p /tests /logs/verifier; echo 9 > /logs/verifier/reward.txt; echo 1 > /tests/planted",
@@ -104,24 +90,21 @@ def test_a_policy_sees_no_tests_and_plants_no_reward(environments, tmp_path):
         "(while true; do echo 5 > /logs/verifier/reward.txt; done) &",
         "cp -r /app /scratch/.git; chmod 000 /app; kill -9 $PPID 2>/dev/null; echo still",
     ]
-    printed, rewards = rollout(environment, attempts, tmp_path)
+    printed, rewards = rollout(environments(tmp_path), attempts, tmp_path)
     assert "test.sh" not in printed[0] and rewards == {"reward": 0.0}
-    assert rollout(environment, ["touch /app/done"], tmp_path)[1] == {"reward": 1.0}
+    assert rollout(environments(tmp_path), ["touch /app/done"], tmp_path)[1] == {"reward": 1.0}
 
 
 def test_the_time_of_a_task_ends_its_commands(environments, tmp_path):
     make_task(tmp_path / "short", toml="[agent]\ntimeout_sec = 1.0\n[verifier]\ntimeout_sec = 9\n")
-    printed, rewards = rollout(environments(tmp_path), ["sleep 5", "echo more"], tmp_path)
-    assert "[ended after" in printed[0] and printed[1] == "the time for this task is over"
-    assert rewards == {"reward": 1.0}
-    make_task(tmp_path / "brief" / "task", toml="[agent]\ntimeout_sec = 0.2\n[verifier]\ntimeout_sec = 9\n")
 
     async def step():
-        instance = environments(tmp_path / "brief")()
-        instance.reset(next(harbor_problems(str(tmp_path / "brief"))))
+        instance = environments(tmp_path)()
+        instance.reset(next(harbor_problems(str(tmp_path))))
         assert await instance.step(Turn(0, 0, "")) is None
-        await instance.bash("true")
-        await asyncio.sleep(0.2)
+        printed = [await instance.bash("sleep 5"), await instance.bash("echo more")]
+        assert "[ended after" in printed[0] and printed[1] == "the time for this task is over"
+        assert await instance.get_reward() == {"reward": 1.0}
         return await instance.step(Turn(0, 0, ""))
 
     assert asyncio.run(step()).done
@@ -131,50 +114,40 @@ def test_variables_and_files_of_a_task(environments, tmp_path):
     """Dockerfiles as people write them: variables, defaults of arguments, patterns, quotes, folders below the current
     one, a mark at the beginning. What the verifier knows, the policy does not."""
     docker = "\ufeffFROM x\nARG PART=in\nENV ROOT=/app NAME='a b'\nENV PATH=\"$ROOT/bin:${PATH}\" LEVEL=${NONE:-3}\n"
-    docker += "WORKDIR\t$ROOT/work\nRUN mkdir -p deep/er /app/other /workspace\nRUN mkdir out\n"
-    docker += (
-        "COPY --link a.txt 'b.'* /app/${PART}/\nCOPY --chown=me:me --chmod=755 bin/ /app/bin/\n"
-        'ADD data.[jt]s* $ROOT/\nCOPY ["sub", "copied"]\nCOPY [h]ttp.txt "/app/in/"\n'
-    )
-    files = {f"environment__{name}": name for name in ("a.txt", "b.txt", "http.txt", "data.json", "sub__task.toml")}
+    docker += "WORKDIR\t$ROOT/work\nRUN mkdir -p deep/er /app/other\nCOPY --link a.txt 'b.'* /app/${PART}/\n"
+    docker += 'COPY --chown=me:me bin/ /app/bin/\nCOPY ["sub", "copied"]\nCOPY [h]ttp.txt "/app/in/"\n'
+    files = {f"environment__{name}": name for name in ("a.txt", "b.txt", "http.txt", "sub__task.toml")}
     files |= {"environment__Dockerfile": docker, "environment__bin__tool": "#!/bin/sh\necho tool $LEVEL $MODE\n"}
     toml = '[verifier]\ntimeout_sec = 9\nenv = { KEY = "k" }\n[environment]\nenv = { MODE = "m" }\nmemory = "1G"\n'
-    toml += '[metadata]\nlevel = 2\ntags = ["x"]\n'
     test = "#!/bin/bash\n[ $KEY$MODE$LEVEL = km3 ] && echo 0.25 > /logs/verifier/reward.txt"
-    task = harbor_tasks.read_task(make_task(tmp_path / "t", toml=toml, test=test, **files))
+    task = read_task(make_task(tmp_path / "t", toml=f"{toml}[metadata]\nlevel = 2\n", test=test, **files))
     assert (task.workdir, task.memory_mb, task.needs_container) == ("/app/work", 1024, "")
     (tmp_path / "t" / "environment" / "bin" / "tool").chmod(0o755)
-    assert task_folders(str(tmp_path)) == [tmp_path / "t"], "a file of its own is no further task"
-    (problem,) = harbor_problems(str(tmp_path))
+    (problem,) = harbor_problems(str(tmp_path))  # a file of its own is no further task
     assert problem.extra["level"] == 2
     looks = ['pwd -P; tool; echo "$NAME$KEY"; ls /app; ls', "cat copied/*; cat /app/in/*"]
-    (here, *rest), last = (text.split("\n") for text in rollout(environments(tmp_path), looks, tmp_path)[0])
+    printed, rewards = rollout(environments(tmp_path), looks, tmp_path)
+    (here, *rest), last = (text.split("\n") for text in printed)
     assert here.endswith("/app/work") and last == ["sub__task.tomla.txtb.txthttp.txt"]
-    assert rest == ["tool 3 m", "a b", "bin", "data.json", "in", "other", "work", "copied", "deep", "out", ""]
-    assert rollout(environments(tmp_path), [], tmp_path)[1] == {"reward": 0.25}
+    assert rest == ["tool 3 m", "a b", "bin", "in", "other", "work", "copied", "deep", ""]
+    assert rewards == {"reward": 0.25}
 
 
-def dockerfile(*lines):
-    return {"environment__Dockerfile": "\n".join(("FROM x", *lines, ""))}
+def dockerfile(line):
+    return {"environment__Dockerfile": f"FROM x\n{line}\n"}
 
 
 WRONG = [
-    ({"toml": "[agent\n"}, "t: "),
     ({"toml": "[agent]\ntimeout_sec = -1\n"}, "timeout_sec = -1"),
     ({"toml": "[verifier]\ntimeout_sec = 899\n"}, r"environment\.timeout_s = 900 ends it; must be 5 more"),
     ({"toml": "verifier = 3\n"}, "must be a table"),
-    ({"toml": "[environment]\nenv = ['A=1']\n"}, "must be a table"),
     ({"toml": '[[steps]]\nname = "one"\n'}, "several steps, which are not served"),
     ({"toml": '[environment]\ndocker_image = "x"\n'}, "names an image"),
     ({"environment__docker-compose.yaml": ""}, "services of its own"),
     ({"toml": '[environment]\nmemory = "much"\n'}, r"memory = 'much'; must be a size such as \"2G\""),
-    ({"toml": "[environment]\nstorage_mb = true\n"}, "storage_mb = True; must be a number of megabytes"),
     (dockerfile("RUN apt-get install -y git"), "needs a container: its Dockerfile has"),
     (dockerfile("COPY --chown=me --from=other /x /app/"), "needs a container: its Dockerfile has 'COPY --chown=me"),
-    (dockerfile("ADD --checksum=x https://a.b/c /app/"), "needs a container: its Dockerfile has 'ADD"),
-    (dockerfile("COPY <<END /app/x", "text", "END"), "needs a container: its Dockerfile has 'COPY <<END"),
     (dockerfile("WORKDIR /srv"), "it uses /srv"),
-    (dockerfile("COPY"), "'COPY' names no file"),
     (dockerfile("COPY a.txt"), "names no file or no target"),
     (dockerfile("COPY gone.txt ."), "does not exist"),
     (dockerfile("COPY ../../../etc/passwd ."), "lies outside"),
@@ -192,16 +165,14 @@ def test_a_task_that_cannot_run_is_refused_at_the_start(tmp_path, files, message
 
 
 def test_sources_and_settings(environments, tmp_path, monkeypatch):
-    problems = list(harbor_problems(str(TASKS)))
-    assert [problem.uid for problem in problems] == ["harbor/greeting", "harbor/median", "harbor/total"]
     stream = make_problem_stream(DataConfig(sources=(f"harbor:{TASKS}",), shuffle=False), problems=3, seed=0)
-    assert [problem.uid for problem in next(stream)] == [problem.uid for problem in problems]
+    problems = next(stream)
+    assert [problem.uid for problem in problems] == ["harbor/greeting", "harbor/median", "harbor/total"]
     assert problems[0].prompt.startswith("Write the word") and problems[0].extra["difficulty"] == "easy"
     make_task(tmp_path / "c", instruction="<!-- harbor-canary GUID x -->\n# canary 2\n\nReal.\n")
     assert [problem.prompt for problem in harbor_problems(str(tmp_path))] == ["Real."]
-    assert task_folders(str(tmp_path / "c")) == [tmp_path / "c"]
     with pytest.raises(ValueError, match="no task below it"):
-        task_folders(str(tmp_path / "none"))
+        list(harbor_problems(str(tmp_path / "none")))
     with pytest.raises(ValueError, match=r"environment\.tasks does not hold"):
         environments()().reset(next(harbor_problems(str(tmp_path))))
     make_task(tmp_path / "again" / "c")
@@ -213,52 +184,31 @@ def test_sources_and_settings(environments, tmp_path, monkeypatch):
 
 
 def test_the_memory_of_a_task_and_rewards_as_text_and_as_json(tmp_path):
-    sizes = {"": 512, "_mb = 2048.0": 2048, ' = "2.5G"': 2560, ' = "2 GB"': 2048, ' = "131072K"': 128, "_mb = 1": 64}
-    for size, megabytes in (sizes | {' = "900MiB"': 900}).items():
-        task = make_task(tmp_path / "t", toml="[environment]\n" + f"memory{size}\n" * bool(size))
-        assert harbor_tasks.read_task(task).memory_mb == megabytes, size
+    for size, megabytes in {"": 512, 'memory = "2.5G"': 2560, "memory_mb = 1": 64}.items():
+        assert read_task(make_task(tmp_path / "t", toml=f"[environment]\n{size}\n")).memory_mb == megabytes, size
     for as_json, as_text, wanted in (
         (None, "0.5\n", {"reward": 0.5}),
         ('{"reward": 1, "style": 0.25}', "0", {"reward": 1.0, "style": 0.25}),
         ('{"a": 1, "b": 0, "note": "x"}', None, {"reward": 0.5, "a": 1.0, "b": 0.0}),
         ("0.75", None, {"reward": 0.75}),
         ('{"reward": null, "passed": 12}', None, {"reward": 0.0, "passed": 12.0}),
-        ('{"reward": "1.0", "tests": 7}', None, {"reward": 0.0, "tests": 7.0}),
         ('{"reward": true, "a": 1e999}', None, {"reward": 1.0}),
+        *((*both, {"reward": 0.0}) for both in (("{", "1"), ("[1]", "1"), (None, "inf"), (None, "yes"), (None, None))),
     ):
         assert read_reward(as_json, as_text)[0] == wanted, as_json
-    nothing = [("{", "1"), ('{"reward": NaN}', None), ('{"reward": 1' + "0" * 400 + "}", None), ("[1]", "1")]
-    for both in (*nothing, ("null", None), (None, "inf"), (None, "yes"), (None, None)):
-        assert read_reward(*both)[0] == {"reward": 0.0}, both
 
 
-DOCKER = """#!/usr/bin/env python3
-# Stands for docker: containers are directories, whose absolute paths are those of the fake root.
-import json, os, shutil, subprocess, sys
-root, (word, *rest) = os.environ["FAKE_DOCKER"], sys.argv[1:]
-with open(f"{root}/log", "a") as log:
-    log.write(json.dumps(sys.argv[1:]) + "\\n")
-if word == "run":
-    os.makedirs(f"{root}/{rest[rest.index('--name') + 1]}/app")
-elif word == "cp":
-    name, _, target = rest[1].partition(":")
-    subprocess.run(["cp", "-r", rest[0], f"{root}/{name}{target}"], check=True)
-elif word == "rm":
-    shutil.rmtree(f"{root}/{rest[1]}")
-elif word == "exec":
-    while rest[0] == "-e":
-        name, _, value = rest[1].partition("=")
-        os.environ[name] = value
-        rest = rest[2:]
-    name, *words = rest
-    here = f"{root}/{name}"
-    for folder in ("app", "tests", "logs"):
-        words = [one.replace(f"/{folder}", f"{here}/{folder}") for one in words]
-    if words[4:5] == [f"{here}/tests/test.sh"] or words[-1].endswith("test.sh"):
-        text = open(words[-1]).read().replace("/logs", f"{here}/logs").replace("/app", f"{here}/app")
-        open(words[-1], "w").write(text)
-    status = subprocess.run(words, cwd=f"{here}/app").returncode
-    sys.exit(status if status >= 0 else 128 - status)
+DOCKER = r"""#!/bin/bash
+# Stands for docker: the container is the directory $HERE, below which its absolute paths are.
+echo "$@" >> $HERE/log
+case $1 in
+  run) mkdir -p $HERE/app ;;
+  cp) cp -r "$2" $HERE${3#*:} && sed -i "s:/logs:$HERE/logs:" $HERE/tests/* 2>/dev/null || true ;;
+  exec)
+    cd $HERE/app && shift 2
+    for folder in app tests logs; do set -- "${@//\/$folder/$HERE/$folder}"; done
+    "$@" ;;
+esac
 """
 
 
@@ -267,29 +217,27 @@ def test_containers_by_the_command_docker(tmp_path, monkeypatch):
     (docker := tmp_path / "docker").write_text(DOCKER)
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))
+    monkeypatch.setenv("HERE", str(tmp_path))
 
-    def played(name, commands, test=TEST, toml="", **files):
-        (tmp_path / "log").unlink(missing_ok=True)
-        make_task(tmp_path / name / "one", test=test, toml=toml, **files)
-        choice = EnvironmentHarbor(tasks=str(tmp_path / name), container="docker", command_s=1.0 if toml else 60.0)
-        printed, rewards = rollout(harbor_class(choice), commands, tmp_path / name)
-        return printed, rewards, [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    def played(name, commands, command_s=60.0, **files):
+        make_task(tmp_path / name / "one", **files)
+        choice = EnvironmentHarbor(tasks=str(tmp_path / name), container="docker", command_s=command_s)
+        return rollout(harbor_class(choice), commands, tmp_path / name)
 
-    built = {"test": "[ -e /app/x ] && echo 0.5 > /logs/verifier/reward.txt\n"}
-    built |= {"environment__Dockerfile": "FROM x\nRUN apt-get install -y git\n"}
-    printed, rewards, calls = played("built", ["echo $((6 * 7)); touch x", "exit 2"], **built)
-    assert printed == ["42\n", "[exit status 2]"] and rewards == {"reward": 0.5}
-    assert [call[0] for call in calls][:3] == ["build", "run", "exec"] and calls[1][-3] == "grpo-roc-one"
-    assert calls[1][calls[1].index("--network") :][:2] == ["--network", "none"] and "-w" not in calls[1]
+    test, commands = "[ -e x ] && echo 0.5 > /logs/verifier/reward.txt\n", ["echo $((6 * 7)); touch x", "exit 2"]
+    printed = played("built", commands, test=test, **dockerfile("RUN apt-get install git"))
+    assert printed == (["42\n", "[exit status 2]"], {"reward": 0.5})
     toml, late = '[environment]\ndocker_image = "image"\nworkdir = "/srv"\n', "[ended after 1 s]"
-    commands = ["cat a/b", "trap '' TERM; sleep 9", "sleep 9", "exit 124", "exit 137"]
-    printed, _, calls = played("named", commands, toml=toml, environment__a__b="text")
-    assert printed == ["text", late, late, "[exit status 124]", "[exit status 137]"]
-    [run] = [call for call in calls if call[0] == "run"]
-    assert run[run.index("-w") :] == ["-w", "/srv", "image", "sleep", "infinity"]
+    commands = ["cat a/b", "trap '' TERM; sleep 9", "sleep 9", "exit 124"]
+    printed, _ = played("named", commands, command_s=1.0, toml=toml, environment__a__b="text")
+    assert printed[::3] == ["text", "[exit status 124]"] and all(text.endswith(late) for text in printed[1:3])
+    build, *_ = calls = (tmp_path / "log").read_text().splitlines()
+    assert build.startswith("build -q -t grpo-roc-one ")
+    first, second = (call for call in calls if call.startswith("run"))
+    assert first.endswith(" --network none grpo-roc-one sleep infinity")
+    assert second.endswith(" --network none -w /srv image sleep infinity")
     with pytest.raises(ValueError, match="neither environment/Dockerfile nor"):
-        played("bare", [], environment__a="text")
+        played("bare", [])
 
 
 @pytest.mark.slow

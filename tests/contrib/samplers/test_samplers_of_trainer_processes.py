@@ -1,4 +1,4 @@
-"""A trainer of two processes with samplers as Ray actors: the tokens of one process, though one of them is killed."""
+"""Trainers of one and two processes with Ray actors as samplers: the tokens of one process, though one is killed."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-from grpo_roc_jax.contrib.samplers.ray_samplers import LOOPBACK
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from tests.pod.test_processes import SMALL, assert_same_run, ended, said, start, wait_for_step
@@ -37,11 +36,9 @@ def joined(folder):
 
 
 def kill_a_sampler(folder, step, processes):
-    """Kills a sampler that has joined, once the step is recorded; returns its number."""
+    """Kills a sampler that has joined, once the step is recorded."""
     wait_for_step(folder, step, processes)
-    victim = joined(folder)[-1]
-    os.kill(victim, signal.SIGKILL)
-    return victim
+    os.kill(joined(folder)[-1], signal.SIGKILL)
 
 
 def total(folder, name):
@@ -61,27 +58,26 @@ def trained_uids(folder, steps, lag):
     return uids
 
 
-@pytest.mark.parametrize(
-    "mesh", [("--sharding.fsdp=2",), ("--sharding.tensor=2",), ("--lora={kind: low_rank, rank: 2}",)]
-)
-def test_tokens_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, mesh):
+LORA = "--lora={kind: low_rank, rank: 2}"
+TRAINERS = [(1, "--sharding.fsdp=2"), (2, "--sharding.fsdp=2"), (2, "--sharding.tensor=2"), (2, LORA)]
+
+
+@pytest.mark.parametrize(("count", "mesh"), TRAINERS)
+def test_tokens_are_those_of_one_process_though_a_sampler_is_killed(tmp_path, count, mesh):
     """Weights that no process has alone are gathered for the samplers; with `tensor` both processes sample as one, but
     only in evaluations. What is sent of an adapter is the adapter."""
-    lora = [word for word in mesh if "lora" in word]
     alone, several = tmp_path / "alone", tmp_path / "several"
-    assert ended(start(alone, 1, 2, "--steps=4", *lora)) == [0], said(alone)
-    processes = start(several, 2, 1, "--steps=4", *mesh, *REMOTE, "--rollout.step_limit.lag=0")
+    assert ended(start(alone, 1, 2, "--steps=4", *[mesh] * (mesh == LORA))) == [0], said(alone)
+    processes = start(several, count, 2 // count, "--steps=4", mesh, *REMOTE, "--rollout.step_limit.lag=0")
     kill_a_sampler(several, 1, processes)
-    assert ended(processes) == [0, 0], said(several)
+    assert ended(processes) == [0] * count, said(several)
     assert len(trained_uids(several, 4, lag=0)) == 4 * PROBLEMS
     assert_same_run(several, alone, 4)
     assert json.loads((several / "run" / "summary.json").read_text())["compilations_after_first_step"] == 0
     assert total(several, "lost") == 1 and total(several, "joined") >= 2 and total(several, "groups_again") >= 1
 
 
-@pytest.mark.parametrize(
-    ("number", "victim", "then"), [(signal.SIGKILL, 1, 2), (signal.SIGTERM, 1, 1), (signal.SIGKILL, 0, 2)]
-)
+@pytest.mark.parametrize(("number", "victim", "then"), [(signal.SIGTERM, 1, 1), (signal.SIGKILL, 0, 2)])
 def test_a_trainer_that_is_ended_goes_on_with_other_samplers(tmp_path, number, victim, then):
     """Each problem is trained on once, before and after: with a lag of 1 its rows are in flight when a process dies.
     A sampler that was killed before has been replaced by then."""
@@ -111,18 +107,6 @@ def test_a_trainer_that_is_ended_goes_on_with_other_samplers(tmp_path, number, v
     while alive := [pid for pid in before if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"samplers {alive} outlive their trainer"
         time.sleep(0.5)
-
-
-@pytest.fixture
-def cluster(monkeypatch):
-    """A cluster whose only node has room for one sampler."""
-    from ray.cluster_utils import Cluster
-
-    for name, value in LOOPBACK.items():
-        monkeypatch.setenv(name, value)
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    yield made
-    made.shutdown()
 
 
 def test_a_node_that_joins_samples_for_all_processes_and_one_that_is_lost_costs_its_rows(tmp_path, cluster):
