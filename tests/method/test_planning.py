@@ -1,6 +1,7 @@
 """Requests of each wave and what their results do to groups; exchanged trajectories; when stages end; the memory."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,6 +59,17 @@ def test_plain_waves():
     # A wrong rollout that earned more than the right one is not among them.
     paid = make_group([0, 0.5, 0.25, 0], status=["correct", "wrong", "correct", "wrong"])
     assert plans.best_text(saying(paid, "0", "1", "2", "3")) == "2"
+
+
+def test_a_warm_up_of_two_steps_is_over_with_the_third():
+    """Until then a step has one wave, and problems get equally many rollouts."""
+    (problem,), request = problems("a"), RolloutRequest(problems("a")[0], 0, 3)
+    second = SimpleNamespace(next=lambda wave: [request], first_count=lambda count: 1)
+    plan = SimpleNamespace(**vars(planned(warmup_steps=2)) | {"second": second})
+    for step, count, more in ((1, 8, []), (2, 1, [request])):
+        state = AlgoState(step=step)
+        assert first([problem], 8, plan, state) == [RolloutRequest(problem, 0, count)]
+        assert later([problem], [failed(problem)], 1, plan, state) == more
 
 
 def test_what_prompts_end_with():

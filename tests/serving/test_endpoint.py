@@ -137,15 +137,18 @@ def opened(server, fields, buffer=1 << 16):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request_alone(server, stream):
-    stops = server.endpoint.loop.engine.stats.stops
-    before = stops["cancelled"]
-    with opened(server, {"n": 4, "temperature": 1.0, "stream": stream}) as link:
-        wait_for(lambda: server.endpoint.running)
-        while stream and b"data: " not in link.recv(1 << 12):
-            pass
-        other = server.ask("/v1/completions", {"prompt": "y", "max_tokens": 12, "stream": True})
-    wait_for(lambda: stops["cancelled"] > before and not server.endpoint.running and not server.endpoint.loop.jobs)
-    assert other[1][-1] == "[DONE]" and server.chat(HELLO)["choices"]
+    engine = server.endpoint.loop.engine
+    before = engine.stats.stops["cancelled"]
+    with ThreadPoolExecutor(1) as thread:
+        with opened(server, {"n": 4, "temperature": 1.0, "stream": stream}) as link:
+            wait_for(lambda: server.endpoint.running)
+            while stream and b"data: " not in link.recv(1 << 12):
+                pass
+            other = thread.submit(server.ask, "/v1/completions", {"prompt": "y", "max_tokens": 12, "stream": True})
+        wait_for(lambda: engine.stats.stops["cancelled"] > before)
+        assert other.result()[1][-1] == "[DONE]"
+    wait_for(lambda: not server.endpoint.running and not server.endpoint.loop.jobs)
+    assert server.chat(HELLO)["choices"]
 
 
 def test_a_client_that_reads_nothing_does_not_keep_its_place(server, monkeypatch):
