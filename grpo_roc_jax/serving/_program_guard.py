@@ -3,6 +3,7 @@
 Standard input has the line `+PID` when a program begins, which leads a process group, and `-PID` when it has ended.
 Once standard input is closed, as it is when the process at its other end is killed, the groups that run are killed,
 and every process with that environment variable: a program may have begun in the moment before its line was written.
+After the line `close` the end is an ordinary one, and only the groups that run are killed.
 """
 
 import contextlib
@@ -26,13 +27,16 @@ def marked(mark: bytes) -> list[int]:
     return matches
 
 
-running = set()
+running, killed = set(), True
 for line in sys.stdin:
+    if line == "close\n":
+        killed = False
+        break
     (running.add if line.startswith("+") else running.discard)(int(line[1:]))
 for pid in running:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-for wait in (0.0, AGAIN_S):
+for wait in (0.0, AGAIN_S) if killed else ():
     time.sleep(wait)
     for pid in marked(os.fsencode(sys.argv[1])):
         with contextlib.suppress(OSError):

@@ -189,6 +189,7 @@ class ProgramGuard:
 
     def close(self) -> None:
         """Ends the process."""
+        self._tell("close\n")
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
